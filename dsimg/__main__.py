@@ -1,0 +1,44 @@
+"""`dsimg <stage>`: one table from a stage's name to the function that is it, imported on use."""
+
+import importlib
+import sys
+
+from dsimg import __version__, cli
+from dsimg.console import Terminal
+from dsimg.errors import near
+
+STAGES = {
+    "train": ("dsimg.train:train", "train an image classifier with DeepSpeed"),
+    "evaluate": ("dsimg.evaluate:evaluate", "measure a run on a folder of images, every image once"),
+}
+
+
+def main() -> None:
+    """Run the stage named by the first argument."""
+    name, rest = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
+    terminal = Terminal()
+    if name in ("--version", "-V"):
+        terminal.say(f"dsimg {__version__}")
+    elif name in ("--help", "-h"):
+        terminal.say("usage: dsimg STAGE [flags]      `dsimg STAGE --help` lists a stage's flags\n")
+        terminal.table("stages", [(stage, about) for stage, (_, about) in STAGES.items()])
+    elif name in STAGES:
+        module, _, function = STAGES[name][0].partition(":")
+        cli.run(getattr(_import_stage(module), function), rest)
+    else:
+        terminal.say(f"error: there is no stage '{name}'{near(name, STAGES)} `dsimg --help` lists them.")
+        sys.exit(2)
+
+
+def _import_stage(module: str) -> object:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] == "dsimg":
+            raise
+        Terminal().say(f"error: {module} needs the package '{error.name}': pip install 'dsimg[train]'")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""From a command line to a stage and an exit code. The same for every stage and every door.
+
+Exit codes: 0 done, 2 the user can mend it, 75 stopped on request and resumable, anything else a bug.
+"""
+
+import dataclasses
+import inspect
+import os
+import sys
+import time
+import tomllib
+import traceback
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dsimg.console import Chatter, Terminal
+from dsimg.errors import ConfigError, DsimgError, near
+
+
+class Context:
+    """What the process a stage runs in knows: its terminal and where other libraries' output goes."""
+
+    def __init__(self, terminal: Terminal, chatter: Chatter | None) -> None:
+        self.terminal = terminal
+        self.chatter = chatter
+
+
+_context: Context | None = None
+
+
+def context() -> Context:
+    """Return the command line's context, or a plain one when a stage is called from Python."""
+    return _context or Context(Terminal(rank=int(os.environ.get("RANK", "0"))), None)
+
+
+def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typing.NoReturn:
+    """Parse `argv` into the stage's config, run the stage, and exit with its code."""
+    global _context
+    rank = int(os.environ.get("RANK", "0"))
+    package = str(Path(__file__).resolve().parent)
+    # `python dsimg/train.py` puts dsimg/ first on the path, where its files could hide other packages'; a user's
+    # own --model package.module:function is looked up where the command was given.
+    sys.path[:] = [str(Path.cwd()), *(entry for entry in sys.path if entry not in (package, ""))]
+    chatter: Chatter | None = None
+    terminal = Terminal(rank=rank)
+    code = 0
+    try:
+        config = parse(stage, sys.argv[1:] if argv is None else argv, quiet=rank != 0)
+        chatter = Chatter()
+        terminal = Terminal(rank=rank, stream=chatter.stream)
+        _context = Context(terminal, chatter)
+        stage(config)
+    except DsimgError as error:
+        code = 2
+        _complain(terminal, rank, f"error: {error}")
+    except KeyboardInterrupt:
+        code = 130
+        terminal.stop_live()
+        terminal.say("interrupted")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        code = 1
+        text = traceback.format_exc()
+        where = ""
+        if chatter is not None:
+            os.write(2, text.encode(errors="backslashreplace"))
+            where = "" if chatter.path.name.startswith("dsimg-") else f" (log: {chatter.path})"
+        _complain(terminal, rank, f"{text}This is a bug in dsimg, or in a library it uses; please report it{where}.")
+    finally:
+        terminal.stop_live()
+        if chatter is not None:
+            chatter.stop()
+    sys.stdout.flush()
+    # Not sys.exit: process groups and data workers of a rank that fails would wait for its peers.
+    os._exit(code)
+
+
+def _complain(terminal: Terminal, rank: int, text: str) -> None:
+    """Say `text` once for all ranks.
+
+    An error that every rank meets is rank 0's to tell: its exit makes the launcher end the others. A rank that is
+    still here after some seconds failed alone, and speaks for itself.
+    """
+    terminal.stop_live()
+    if rank != 0:
+        time.sleep(3 + min(rank, 8))
+        terminal = terminal.as_rank_zero()
+        text = f"rank {rank}: {text}"
+    terminal.say(text)
+
+
+def parse(stage: Callable[[Any], Any], argv: Sequence[str], *, quiet: bool = False) -> Any:
+    """Return the stage's config from defaults < `--config recipe.toml` < flags.
+
+    Launchers add `--local_rank`; DeepSpeed's own scripts pass a bare `--deepspeed`: both are taken and dropped.
+    """
+    config_type = config_type_of(stage)
+    words: list[str] = []
+    recipe: Path | None = None
+    rest = iter(argv)
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name in ("--local_rank", "--local-rank"):
+            if not value:
+                next(rest, None)
+        elif word == "--deepspeed":
+            continue
+        elif name == "--config":
+            recipe = Path(value or next(rest, ""))
+        else:
+            words.append(word)
+    flags = _recipe_flags(recipe, config_type) if recipe is not None else []
+    return tyro.cli(
+        config_type,
+        args=[*flags, *words],
+        prog=f"dsimg {stage.__name__}",
+        description=inspect.getdoc(stage),
+        use_underscores=True,
+        console_outputs=not quiet,
+    )
+
+
+def config_type_of(stage: Callable[[Any], Any]) -> type[Any]:
+    """Return the dataclass that a stage takes."""
+    (parameter,) = inspect.signature(stage).parameters.values()
+    found = typing.get_type_hints(stage)[parameter.name]
+    assert isinstance(found, type)
+    assert dataclasses.is_dataclass(found)
+    return found
+
+
+def _recipe_flags(path: Path, config_type: type[Any]) -> list[str]:
+    """Turn a TOML recipe into flags, so that a value has one way of being checked."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Give --config a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {path} is not TOML: {error}.") from error
+    known = [field.name for field in dataclasses.fields(config_type)]
+    flags: list[str] = []
+    for key, value in content.items():
+        if key not in known:
+            raise ConfigError(f"the recipe {path} has an unknown key '{key}'{near(key, known)}")
+        if isinstance(value, bool):
+            flags.append(f"--{key}" if value else f"--no_{key}")
+        elif isinstance(value, list):
+            flags += [f"--{key}", *(str(item) for item in value)]
+        else:
+            flags += [f"--{key}", str(value)]
+    return flags

@@ -1,0 +1,47 @@
+"""The error tree. Each message says what was found, where, and what to do next.
+
+DsimgError              the user can mend it: one message, exit code 2, no traceback
+├── ConfigError         a flag, a recipe or a DeepSpeed JSON
+├── DataError           the folder of images
+│   └── ImageError      one file that is not a usable image
+├── ModelError          the network or its weights
+├── RunError            a run folder
+└── DeviceError         the GPUs, their memory, the ranks
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class DsimgError(Exception):
+    """Base of every error a user can mend. The message carries the remedy."""
+
+
+class ConfigError(DsimgError):
+    """A flag, a recipe or a DeepSpeed JSON is wrong."""
+
+
+class DataError(DsimgError):
+    """The folder of images is missing, empty or inconsistent."""
+
+
+class ImageError(DataError):
+    """One file cannot be decoded; the message is the reason, without the file's name."""
+
+
+class ModelError(DsimgError):
+    """The network cannot be built, or the weights do not fit it."""
+
+
+class RunError(DsimgError):
+    """A run folder is missing something, is damaged, or belongs to another config."""
+
+
+class DeviceError(DsimgError):
+    """A device is missing, too small, or shared by more ranks than it can serve."""
+
+
+def near(name: str, choices: Iterable[str]) -> str:
+    """Return `", did you mean 'X'?"` for the closest of `choices`, or an empty string when none is close."""
+    matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
+    return f", did you mean '{matches[0]}'?" if matches else ""

@@ -1,0 +1,217 @@
+"""The run folder: the one noun that passes between stages.
+
+A stage begins a run, writes its files into it, and finishes it by writing `run.json` last. A run without
+`run.json` is unfinished. Nothing here imports torch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import dsimg
+from dsimg.errors import RunError
+
+SCHEMA = 1
+
+# What each role is called on disk, and the command that makes it: what `Run.file` says when it is missing.
+ROLES = {
+    "config": ("config.json", "dsimg train"),
+    "ds_config": ("ds_config.json", "dsimg train"),
+    "index": ("index.jsonl.gz", "dsimg train"),
+    "weights": ("weights.safetensors", "dsimg train"),
+    "labels": ("labels.txt", "dsimg train"),
+    "metrics": ("metrics.jsonl", "dsimg train"),
+    "evaluation": ("evaluation.json", "dsimg evaluate"),
+    "predictions": ("predictions.csv", "dsimg evaluate"),
+}
+
+State = Literal["new", "unfinished", "finished"]
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to a temporary name beside `path`, fsync, and rename, so that no reader sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunError(f"cannot write {path}: {error.strerror}. Free some space or choose another --out.") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    write_atomically(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def sha256(path: Path) -> str:
+    """Return the hex digest of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def git_commit() -> str | None:
+    """Return the commit of the checkout that dsimg runs from, or None outside a checkout."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=5,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+class Run:
+    """One run folder. `manifest` is the content of `run.json`, or None while the run is unfinished."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any] | None) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def begin(
+        cls,
+        path: Path,
+        *,
+        stage: str,
+        config: Mapping[str, Any],
+        free: Sequence[str] = (),
+        overwrite: bool = False,
+    ) -> tuple["Run", State]:
+        """Claim `path` for a stage's run and write its `config.json`.
+
+        `config` is JSON-able; `free` names its keys that may differ when the same run is started again.
+        Raises RunError when the folder holds something else: another stage, another config, no run at all.
+        """
+        state = cls.state(path)
+        if state != "new" and overwrite:
+            shutil.rmtree(path)
+            state = "new"
+        if state != "new":
+            stored = _read_json(path / "config.json")
+            differing = _differences(stored, {"stage": stage, **config}, free=free)
+            if differing:
+                raise RunError(
+                    f"{path} holds a run with another config: {'; '.join(differing)}. Choose another --out, give "
+                    "the same flags again, or --overwrite to replace it."
+                )
+            manifest = _read_json(path / "run.json") if state == "finished" else None
+            return cls(path, manifest), state
+        path.mkdir(parents=True, exist_ok=True)
+        write_json(path / "config.json", {"stage": stage, **config})
+        return cls(path, None), state
+
+    @staticmethod
+    def state(path: Path) -> State:
+        """Tell what `path` is: "new" (nothing there), "unfinished" or "finished". Raises RunError for a stranger."""
+        if not path.exists():
+            return "new"
+        if not path.is_dir():
+            raise RunError(f"--out {path} is a file. Choose a folder.")
+        if (path / "run.json").exists():
+            return "finished"
+        if (path / "config.json").exists():
+            return "unfinished"
+        if any(entry.name != "logs" for entry in path.iterdir()):
+            raise RunError(f"--out {path} is a folder that holds something other than a run. Choose another --out.")
+        return "new"
+
+    @classmethod
+    def open(cls, path: Path) -> "Run":
+        """Open a finished run. Raises RunError that says what is there instead."""
+        if not path.is_dir():
+            raise RunError(f"there is no run folder {path}. `dsimg train --out {path}` makes one.")
+        manifest = path / "run.json"
+        if not manifest.exists():
+            found = sorted(entry.name for entry in path.iterdir())
+            if "config.json" in found:
+                raise RunError(f"the run {path} is unfinished: give the command that started it again to resume it.")
+            raise RunError(
+                f"{path} is not a run folder: it has no run.json (it holds {', '.join(found[:5]) or 'nothing'})."
+            )
+        content = _read_json(manifest)
+        if content.get("schema") != SCHEMA:
+            raise RunError(
+                f"{manifest} has schema {content.get('schema')}, this dsimg {dsimg.__version__} reads schema {SCHEMA}. "
+                "Use the dsimg version named in it."
+            )
+        return cls(path, content)
+
+    def file(self, role: str) -> Path:
+        """Return the verified path of the file with this role. Raises RunError when missing or changed."""
+        name, maker = ROLES[role]
+        recorded = (self.manifest or {}).get("files", {}).get(role)
+        if recorded is None:
+            here = ", ".join(sorted((self.manifest or {}).get("files", {}))) or "nothing"
+            raise RunError(f"the run {self.path} has no {role} ({name}); it has: {here}. `{maker}` makes it.")
+        path = self.path / str(recorded["path"])
+        if not path.exists():
+            raise RunError(f"{path} is missing, though run.json lists it. Copy it back, or run the stage again.")
+        if path.stat().st_size != recorded["bytes"] or sha256(path) != recorded["sha256"]:
+            raise RunError(f"{path} is damaged: its hash is not the one in run.json. Copy it again from its source.")
+        return path
+
+    def finish(self, *, seed: int | None, parents: Sequence["Run"], model: Mapping[str, Any], metrics: Any) -> None:
+        """Write `run.json`: hash every file of the run that has a role, and mark the stage as finished."""
+        files = {
+            role: {
+                "path": name,
+                "sha256": sha256(self.path / name),
+                "bytes": (self.path / name).stat().st_size,
+            }
+            for role, (name, _) in ROLES.items()
+            if (self.path / name).exists()
+        }
+        self.manifest = {
+            "schema": SCHEMA,
+            "stage": _read_json(self.path / "config.json")["stage"],
+            "dsimg": dsimg.__version__,
+            "git_commit": git_commit(),
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seed": seed,
+            "parents": [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents],
+            "model": dict(model),
+            "files": files,
+            "metrics": metrics,
+        }
+        write_json(self.path / "run.json", self.manifest)
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The manifest's model block: arch, num_classes, classes, preprocess."""
+        assert self.manifest is not None
+        return dict(self.manifest["model"])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}. Restore it, or start the run anew with --overwrite.") from error
+    if not isinstance(content, dict):
+        raise RunError(f"{path} does not hold a JSON object. Restore it, or start the run anew with --overwrite.")
+    return content
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], *, free: Sequence[str]) -> list[str]:
+    """List the keys whose values differ, as text. Compared as JSON, so that a tuple equals its list."""
+    as_json = json.loads(json.dumps(new))
+    return [
+        f"{key} was {old.get(key)!r}, now {as_json.get(key)!r}"
+        for key in sorted(old.keys() | as_json.keys())
+        if key not in free and old.get(key) != as_json.get(key)
+    ]
