@@ -75,14 +75,17 @@ def pixel_differences(split: Split, preprocess: Preprocess, augmentation: Augmen
         for row, file in enumerate(split.files):
             path = split.folder / file
             ours = decode_rgb(path)
-            top, left, box_height, box_width = augmentation.box(*ours.shape[:2], draws[row])
+            top, left, box_height, box_width = augmentation.box(ours.shape[0], ours.shape[1], draws[row])
             cropped = resize(ours[top : top + box_height, left : left + box_width], preprocess)
             theirs = decode(path.read_bytes()).crop((left, top, left + box_width, top + box_height))
             theirs = theirs.resize((width, height), INTERPOLATIONS[preprocess.interpolation])
             difference = np.abs(cropped.astype(int) - np.asarray(theirs).astype(int))
-            differences.append((difference.max(), difference.mean()))
-    largest, mean = max(largest for largest, _ in differences), np.mean([mean for _, mean in differences])
-    print(f"pixels against Pillow's, {len(differences)} crops: at most {largest} of 255 apart, {mean:.4f} on average\n")
+            differences.append((difference.max(), difference.mean(), (difference > 1).sum()))
+    largest, mean, beyond = (list(column) for column in zip(*differences, strict=True))
+    print(
+        f"pixels against Pillow's, {len(differences)} crops: at most {max(largest)} of 255 apart, "
+        f"{np.mean(mean):.4f} on average, {sum(beyond)} of {len(differences) * 3 * height * width:,} values over 1\n"
+    )
 
 
 def _compare(

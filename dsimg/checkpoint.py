@@ -137,8 +137,6 @@ def _scalars(engine: Engine) -> dict[str, float]:
     """Return the optimizer's scalar states (Adam's step), which are equal for all its parameters."""
     for owned in engine.optimizer_state().values():
         return {
-            name: float(value)
-            for name, value in owned.items()
-            if not isinstance(value, Tensor) or value.dim() == 0
+            name: float(value) for name, value in owned.items() if not isinstance(value, Tensor) or value.dim() == 0
         }
     return {}

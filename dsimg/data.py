@@ -106,7 +106,11 @@ def _is_upright(segment: bytes) -> bool:
 
 
 def resize(pixels: Pixels, preprocess: Preprocess) -> Pixels:
-    """Return (H, W, 3) of the model's size, antialiased, within 1 of 255 of what Pillow makes of the same pixels."""
+    """Return (H, W, 3) of the model's size, antialiased, as Pillow does it, 2.5 times as fast.
+
+    Within 1 of 255 of Pillow's, but for about one value in thirty million, which is 2 off: weights have 15 bits
+    here and 22 there, and both round after each of the two passes.
+    """
     height, width, _ = pixels.shape
     _, new_height, new_width = preprocess.input_size
     if preprocess.interpolation not in ("bilinear", "bicubic"):
@@ -376,7 +380,7 @@ class TrainImages:
             # Cropped and resized one by one: a batch of large photographs would take gigabytes.
             for row, index in enumerate(ids.tolist()):
                 image = self._good(index, bad)
-                top, left, height, width = self.augmentation.box(*image.shape[:2], draws[row])
+                top, left, height, width = self.augmentation.box(image.shape[0], image.shape[1], draws[row])
                 pixels[row] = resize(image[top : top + height, left : left + width], self.preprocess)
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2)
         images = self.augmentation.pixel_ops(images, ids, seed=self.seed, epoch=epoch)
@@ -794,3 +798,8 @@ def _prefetched(items: Iterator[Any]) -> Generator[Any]:
             except queue.Empty:
                 continue
         thread.join()
+
+
+def decoding_workers(local_ranks: int) -> int:
+    """Return how many workers decode for a rank: its share of the cores of this machine, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks))

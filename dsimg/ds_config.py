@@ -387,6 +387,7 @@ class StageDefaults:
     total_steps: int  # optimizer steps in the whole run
     warmup_steps: int
     gradient_clipping: float | None  # the --gradient_clipping flag; None: not given
+    auto_clipping: float = 1.0  # what "auto" means without that flag
     batch_size_given: bool = False  # True: the user asked for batch_size, so another one in the JSON contradicts
 
 
@@ -1083,7 +1084,7 @@ def _fill_batch(config: dict[str, Any], sizes: BatchSizes, filled: dict[str, Any
     return Note(
         kind="plan",
         text=f"batch: {sizes.batch_size} = {sizes.micro_batch_size} images x {sizes.accumulation_steps} "
-        f"accumulated x {_gpus(sizes.world_size)}",
+        f"accumulated x {sizes.world_size} rank{'s' if sizes.world_size > 1 else ''}",
     )
 
 
@@ -1092,7 +1093,9 @@ def _fill_clipping(config: dict[str, Any], defaults: StageDefaults, filled: dict
     wanted = config.get("gradient_clipping")
     value = wanted
     if wanted is None or wanted == "auto":
-        value = 1.0 if defaults.gradient_clipping is None else defaults.gradient_clipping
+        value = defaults.gradient_clipping
+    if value is None:
+        value = defaults.auto_clipping if wanted == "auto" else 1.0
     if wanted == "auto":
         filled["gradient_clipping"] = value
     config["gradient_clipping"] = float(value or 0)

@@ -134,6 +134,42 @@ def _forbid_shared_memory_operator() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:
+    """Return the network's forward in evaluation mode: normalised images (N, 3, H, W) -> outputs in fp32.
+
+    With a resolved DeepSpeed JSON the network runs in its precision, sharded over the ranks at ZeRO-3; stages 1 and 2
+    shard nothing that inference has. Without one, every rank holds the whole network in fp32.
+    """
+    model = model.to(world.device).eval()
+    if config is None:
+        return lambda images: _to_float(model(images))
+    zero = dict(config.get("zero_optimization", {}))
+    if int(zero.get("stage", 0)) in (1, 2):
+        zero = {"stage": 0}
+    zero.pop("offload_optimizer", None)
+    settings = {**config, "zero_optimization": zero}
+    _forget_autocast()
+    engine, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
+    engine.eval()
+    dtype = _input_dtype(engine)
+    return lambda images: _to_float(engine(images.to(dtype)))
+
+
+def _forget_autocast() -> None:
+    """Reset DeepSpeed's autocast flags: they are module globals, and an earlier engine's would leak into the next."""
+    from deepspeed.runtime import torch_autocast
+
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    torch_autocast.TORCH_AUTOCAST_DTYPE = None
+
+
+def _input_dtype(engine: Any) -> torch.dtype:
+    """Return what DeepSpeed's engine wants its inputs in: autocast takes fp32, its own 16-bit modes their type."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else torch.float32
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """An optimizer that dsimg builds itself, from torch (or timm for LAMB)."""
@@ -210,11 +246,7 @@ class Engine:
         self.accumulation = int(config["gradient_accumulation_steps"])
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
-        # The autocast flags are module globals in DeepSpeed: an earlier engine's would leak into this one.
-        from deepspeed.runtime import torch_autocast
-
-        torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-        torch_autocast.TORCH_AUTOCAST_DTYPE = None
+        _forget_autocast()
         settings = dict(config)
         arguments: dict[str, Any] = {}
         if optimizer is None:
@@ -226,13 +258,7 @@ class Engine:
             model=model.to(world.device), config=settings, dist_init_required=False, **arguments
         )
         self.module: nn.Module = self._engine.module
-        self._input_dtype = (
-            torch.bfloat16
-            if self._engine.bfloat16_enabled()
-            else torch.float16
-            if self._engine.fp16_enabled()
-            else torch.float32
-        )
+        self._input_dtype = _input_dtype(self._engine)
         self.ema_decay = ema_decay
         self._ema: list[Tensor] = [owner.detach().clone() for owner in self.owners()] if ema_decay else []
         self.skipped_steps = 0

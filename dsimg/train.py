@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dsimg import cli, data, loop, models
 from dsimg.augment import Augmentation, geometry_for
 from dsimg.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from dsimg.console import bytes_text, count_text, duration_text
+from dsimg.console import bytes_text, count_text
 from dsimg.digits import write_digits
 from dsimg.ds_config import (
     DsConfig,
@@ -83,7 +83,8 @@ class TrainConfig:
     step_epochs: int = 30
     """With --schedule step: divide the learning rate by ten every so many epochs."""
     gradient_clipping: float | None = None
-    """Clip the gradient's norm to this, unless the DeepSpeed JSON says otherwise; 0 turns clipping off. Default: 1."""
+    """Clip the gradient's norm to this, unless the DeepSpeed JSON says otherwise; 0 turns clipping off. Default:
+    off for sgd, 1 for the others."""
     augment: Literal["none", "light", "standard", "strong"] = "standard"
     """light: crop and flip. standard: and colour jitter, small rotation. strong: TrivialAugment and random erasing."""
     flip: bool | None = None
@@ -249,7 +250,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         setup.augmentation,
         seed=config.seed,
         ram=setup.cache.ram,
-        threads=_cores(world),
+        threads=data.decoding_workers(world.local_size),
     )
     _keep_bad_images(run, images.bad, world)
     loop.check_bad_images(len(images.bad), len(images), config.max_bad_images)
@@ -446,7 +447,9 @@ def _set_up(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_s
             local_ranks=world.local_size,
         )
     )
-    workers = 0 if cache.ram else (_cores(world) if config.workers is None else config.workers)
+    workers = (
+        0 if cache.ram else (data.decoding_workers(world.local_size) if config.workers is None else config.workers)
+    )
 
     own_optimizer = config.optimizer or "sgd"
     json_block = raw.get("optimizer")
@@ -479,6 +482,7 @@ def _set_up(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_s
             total_steps=total_steps,
             warmup_steps=warmup_steps,
             gradient_clipping=config.gradient_clipping,
+            auto_clipping=0.0 if named == "sgd" else 1.0,
         ),
     )
     assert ds.batch_size == batch_size
@@ -653,11 +657,6 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> None:
     if len(fresh) > 10:
         cli.context().terminal.warn(f"and {len(fresh) - 10} more, listed in {path}")
     loop.write_bad_images(path, together)
-
-
-def _cores(world: World) -> int:
-    """Return how many decoding workers a rank may use: its share of the cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // world.local_size))
 
 
 def _out_of_memory(world: World) -> DeviceError:

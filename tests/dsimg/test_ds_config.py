@@ -515,8 +515,8 @@ def test_batch_algebra(train: Any, micro: Any, steps: Any, world: int, expected:
     assert (sizes.batch_size, sizes.micro_batch_size, sizes.accumulation_steps) == expected
     result = resolve(raw, world_size=world)
     assert (result.batch_size, result.micro_batch_size, result.accumulation_steps) == expected
-    gpus = "1 GPU" if world == 1 else f"{world} GPUs"
-    assert f"batch: {expected[0]} = {expected[1]} images x {expected[2]} accumulated x {gpus}" in texts(result, "plan")
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    assert f"batch: {expected[0]} = {expected[1]} images x {expected[2]} accumulated x {ranks}" in texts(result, "plan")
 
 
 def test_batch_mismatch_says_the_numbers_and_the_ways_out() -> None:

@@ -1,0 +1,150 @@
+"""Measure a run on a folder of images, each image once, on any number of ranks: the numbers that training reports.
+
+dsimg evaluate --source RUN --data DIR
+deepspeed dsimg/evaluate.py --source RUN --data DIR
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsimg import cli, data, loop, models
+from dsimg.console import count_text
+from dsimg.ds_config import StageDefaults, find_ds_config, read_ds_config, resolve_ds_config
+from dsimg.engine import World, bf16_is_fast, inference_forward, start_world
+from dsimg.errors import ConfigError
+from dsimg.folder import Split, find_labelled, read_index
+from dsimg.preprocess import Preprocess
+from dsimg.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """The flags of `dsimg evaluate`."""
+
+    source: Path
+    """The run to measure."""
+    data: str | None = None
+    """A folder with val/ (or valid/, validation/, test/) of class folders, or the class folders themselves. Default, and
+    for the folder that the run was trained on: the very images that training held out."""
+    out: Path | None = None
+    """Where evaluation.json and predictions.csv go. Default: evaluations/ and the data's name, inside the run."""
+    batch_size: int = 128
+    """Images per rank and forward pass."""
+    deepspeed_config: str | None = None
+    """A DeepSpeed JSON for its ZeRO stage and precision, for networks larger than one device. Default: each rank holds
+    the whole network in fp32."""
+    workers: int | None = None
+    """Processes per rank that decode images. Default: the cores of this machine shared among its ranks, at most 8."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch_size is {self.batch_size}; it must be at least 1.")
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"--workers is {self.workers}; it must be 0 or more.")
+
+
+def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
+    """Measure a run on a folder of images, each image once on any number of ranks. Rank 0 gets the result."""
+    run = Run.open(config.source)
+    described = run.model
+    classes: list[str] = described["classes"]
+    preprocess = Preprocess.from_dict(described["preprocess"])
+    settings = _deepspeed_settings(config)
+    world = start_world()
+    terminal = cli.context().terminal
+    split, notes = world.on_rank_zero(lambda: _find_split(run, config.data, classes))
+    model = models.build_model(described["arch"], num_classes=len(classes), input_size=preprocess.input_size[1])
+    models.restore_weights(model, models.read_weights(run.file("weights")), source=str(run.path))
+    resolved, precision = _resolve(settings, model, world, config)
+    workers = data.decoding_workers(world.local_size) if config.workers is None else config.workers
+    rows = [
+        ("run", str(run.path)),
+        ("model", f"{described['arch']}: {count_text(models.count_parameters(model))} parameters, {precision}"),
+        ("data", f"{split.folder}: {len(split.files):,} images, {len(classes)} classes"),
+        *(("", note) for note in notes),
+        ("world", f"{world.size} rank{'s' if world.size > 1 else ''}, {config.batch_size} images each a forward"),
+    ]
+    terminal.table("plan", rows)
+    forward = inference_forward(model, config=resolved, world=world)
+    batches = data.EvalLoader(
+        split,
+        preprocess,
+        batch_size=config.batch_size,
+        rank=world.rank,
+        world=world.size,
+        workers=workers,
+        pin=world.device.type == "cuda",
+    )
+    result = loop.evaluate(forward, world=world, batches=batches, split=split, preprocess=preprocess, classes=classes)
+    if result is not None:
+        out = config.out or run.path / "evaluations" / split.folder.name
+        out.mkdir(parents=True, exist_ok=True)
+        loop.write_evaluation(out, result, classes)
+        terminal.table("result", [*loop.result_rows(result.report), ("report", str(out / "evaluation.json"))])
+        terminal.grid(("class", "images", "right", "accuracy"), _worst_classes(result.report))
+    return result
+
+
+def _find_split(run: Run, folder: str | None, classes: list[str]) -> tuple[Split, tuple[str, ...]]:
+    """Return the images to measure on. The folder that the run was trained on gives what training held out."""
+    index = read_index(run.file("index"))
+    if folder is None or Path(folder).resolve() == index.root.resolve():
+        return index.val, ("the images that training held out",)
+    return find_labelled(Path(folder), classes)
+
+
+def _deepspeed_settings(config: EvaluateConfig) -> tuple[dict[str, Any], str] | None:
+    if config.deepspeed_config is None:
+        return None
+    path = find_ds_config(config.deepspeed_config)
+    return read_ds_config(path), str(path)
+
+
+def _resolve(
+    settings: tuple[dict[str, Any], str] | None, model: Any, world: World, config: EvaluateConfig
+) -> tuple[dict[str, Any] | None, str]:
+    """Return the resolved JSON, or None without one, and the precision in words."""
+    if settings is None:
+        return None, "fp32"
+    raw, source = settings
+    kept = {key: value for key, value in raw.items() if key not in ("optimizer", "scheduler")}
+    ds = resolve_ds_config(
+        {
+            **kept,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": 1,
+        },
+        source=source,
+        world_size=world.size,
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        has_batchnorm=models.has_batchnorm(model),
+        bf16_fast=world.on_rank_zero(lambda: bf16_is_fast(world.device)),
+        parameter_count=models.count_parameters(model),
+        defaults=StageDefaults(
+            batch_size=config.batch_size * world.size,
+            lr=0.0,
+            weight_decay=0.0,
+            momentum=0.0,
+            optimizer=None,
+            total_steps=1,
+            warmup_steps=0,
+            gradient_clipping=None,
+        ),
+    )
+    return ds.config, f"ZeRO stage {ds.zero_stage}, {ds.precision}"
+
+
+def _worst_classes(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Return the rows of the ten classes with the lowest accuracy, lowest first."""
+    measured = [entry for entry in report["per_class"] if entry["accuracy"] is not None]
+    measured.sort(key=lambda entry: entry["accuracy"])
+    return [
+        (entry["class"], str(entry["images"]), str(entry["correct"]), f"{entry['accuracy']:.1%}")
+        for entry in measured[:10]
+    ]
+
+
+if __name__ == "__main__":
+    cli.run(evaluate)
