@@ -146,6 +146,7 @@ class Chatter:
         """Give standard output and error back; a log that found no run folder is dropped."""
         sys.stdout.flush()
         sys.stderr.flush()
+        self.stream.close()
         for number, saved in zip((1, 2), self._saved, strict=True):
             os.dup2(saved, number)
             os.close(saved)

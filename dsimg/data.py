@@ -1,5 +1,6 @@
 """From a split's files to batches: decode, cache, order, shard. Training batches are augmented uint8."""
 
+import atexit
 import itertools
 import math
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import struct
 import threading
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -494,11 +496,11 @@ class TrainLoader:
         self._unreported: list[Bad] = list(images.bad.items())
         self._rank, self._shuffle, self._prefetch, self._pin = rank, shuffle, prefetch, pin
         self._keys = _Keys()
-        self._workers: DataLoader[Any] | None = None
+        self._pool: _Pool | None = None
         if workers and not images.in_ram:
             height, width = images.augmentation.size
             _check_shared_memory(workers, plan.micro * height * width * 3)
-            self._workers = _worker_loader(_TrainJob(images), self._keys, workers=workers, pin=pin, persistent=True)
+            self._pool = _Pool(_TrainJob(images), self._keys, workers=workers, pin=pin, lasting=True)
 
     @property
     def split(self) -> Split:
@@ -515,9 +517,10 @@ class TrainLoader:
         order = epoch_order(self.plan.samples, seed=self.images.seed, epoch=epoch, shuffle=self._shuffle)
         blocks = list(self.plan.blocks(self._rank, start_step=start_step))
         keys = ((epoch, order[block.positions]) for block in blocks)
-        if self._workers is not None:
+        results: Iterator[tuple[Tensor, list[Bad]]]
+        if self._pool is not None:
             self._keys.keys = keys
-            results = _from_workers(self._workers)
+            results = iter(self._pool)
         else:
             results = map(self._here, keys)
             if self._prefetch:
@@ -538,7 +541,9 @@ class TrainLoader:
 
     def close(self) -> None:
         """End the workers."""
-        self._workers = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _here(self, key: tuple[int, NDArray[np.int64]]) -> tuple[Tensor, list[Bad]]:
         images, bad = self.images.batch(key[1], epoch=key[0])
@@ -625,8 +630,7 @@ class EvalLoader:
         if not self._workers:
             return map(self._job.__getitem__, self._batches)
         _check_shared_memory(self._workers, self._batch_bytes)
-        loader = _worker_loader(self._job, self._batches, workers=self._workers, pin=self._pin, persistent=False)
-        return _from_workers(loader)
+        return iter(_Pool(self._job, self._batches, workers=self._workers, pin=self._pin, lasting=False))
 
     def _batch(self, ids: NDArray[np.int64], images: Tensor, reasons: dict[int, str]) -> EvalBatch:
         valid = [index not in reasons for index in ids.tolist()]
@@ -706,20 +710,60 @@ class _EvalJob:
         return torch.from_numpy(images), reasons
 
 
-def _worker_loader(job: Any, keys: Iterable[Any], *, workers: int, pin: bool, persistent: bool) -> DataLoader[Any]:
-    return DataLoader(
-        job,
-        batch_size=None,
-        sampler=keys,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        worker_init_fn=_start_worker,
-        prefetch_factor=_IN_FLIGHT,
-        persistent_workers=persistent,
-        pin_memory=pin,
-        # Without one of its own the loader draws from torch's global generator, which is the training's.
-        generator=torch.Generator(),
-    )
+class _Pool:
+    """Processes that make `job[key]` for each of `keys`; they end with the pass or, where `lasting`, with `close`."""
+
+    def __init__(self, job: Any, keys: Iterable[Any], *, workers: int, pin: bool, lasting: bool) -> None:
+        self._lasting = lasting
+        self._iterator: Any = None
+        self._loader: DataLoader[Any] = DataLoader(
+            job,
+            batch_size=None,
+            sampler=keys,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_start_worker,
+            prefetch_factor=_IN_FLIGHT,
+            persistent_workers=lasting,
+            pin_memory=pin,
+            # Without one of its own the loader draws from torch's global generator, which is the training's.
+            generator=torch.Generator(),
+        )
+        _pools.add(self)
+
+    def __iter__(self) -> Generator[Any]:
+        try:
+            self._iterator = iter(self._loader)
+            for item in self._iterator:
+                if isinstance(item, DsimgError):
+                    raise item
+                yield item
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            self.close()
+            raise DeviceError(
+                f"A process that decodes images was killed ({str(error).rstrip('. ')}). Memory ran out, most likely: use fewer workers, "
+                "or a smaller micro-batch."
+            ) from None
+        finally:
+            if not self._lasting:
+                self.close()
+
+    def close(self) -> None:
+        if self._iterator is not None:
+            # What deleting it does; but a traceback can hold a reference until after Python waits for its children.
+            self._iterator._shutdown_workers()
+            self._iterator = None
+
+
+_pools: weakref.WeakSet[_Pool] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_pools):
+        pool.close()
 
 
 def _as_it_is(item: Any) -> Any:
@@ -729,26 +773,10 @@ def _as_it_is(item: Any) -> Any:
 def _start_worker(_: int) -> None:
     """Leave stopping to the main process, which the same signals reach: it must finish its step first.
 
-    The second SIGTERM ends a worker. Python's own exit sends two, and would wait forever for one that ignores
-    both.
+    Ctrl-C and a launcher's SIGTERM go to whole process groups or trees. A second SIGTERM ends a worker.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-def _from_workers(loader: DataLoader[Any]) -> Iterator[Any]:
-    try:
-        for item in loader:
-            if isinstance(item, DsimgError):
-                raise item
-            yield item
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error) or "exited unexpectedly" not in str(error):
-            raise
-        raise DeviceError(
-            f"A process that decodes images was killed ({error}). Memory ran out, most likely: "
-            "use fewer workers, or a smaller micro-batch."
-        ) from None
 
 
 def _check_shared_memory(workers: int, batch_bytes: int) -> None:

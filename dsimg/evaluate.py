@@ -25,8 +25,8 @@ class EvaluateConfig:
     source: Path
     """The run to measure."""
     data: str | None = None
-    """A folder with val/ (or valid/, validation/, test/) of class folders, or the class folders themselves. Default, and
-    for the folder that the run was trained on: the very images that training held out."""
+    """A folder with val/ (or valid/, validation/, test/) of class folders, or the class folders themselves. Default,
+    and for the folder that the run was trained on: the very images that training held out."""
     out: Path | None = None
     """Where evaluation.json and predictions.csv go. Default: evaluations/ and the data's name, inside the run."""
     batch_size: int = 128

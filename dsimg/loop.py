@@ -29,7 +29,7 @@ TOP = 5
 
 @dataclass(frozen=True)
 class Targets:
-    """What a batch (N,) should be classified as. With mixup or cutmix: `lam` (N,) of `labels`, the rest of `partners`."""
+    """What a batch (N,) should be classified as; mixed images are `lam` (N,) of `labels`, the rest of `partners`."""
 
     labels: Tensor
     partners: Tensor | None
@@ -52,14 +52,16 @@ def fit(
     cutmix: float,
     start_epoch: int,
     epochs: int,
-    max_bad_images: float,
+    bad_image_limit: int,
     meter: Meter,
+    too_many_bad_images: Callable[[], None],
     end_of_epoch: Callable[[int, int], None],
 ) -> None:
     """Train from `start_epoch` to `epochs`; call `end_of_epoch(epochs done, steps done)` after each.
 
-    `schedule` None leaves the learning rate to the DeepSpeed JSON's scheduler. Raises DataError as soon as more
-    than `max_bad_images` (a share) of the training images are known not to decode.
+    `schedule` None leaves the learning rate to the DeepSpeed JSON's scheduler. `too_many_bad_images` is called on all
+    ranks as soon as they may know of more than `bad_image_limit` training images that cannot be decoded; it counts
+    exactly and raises.
     """
     device = engine.world.device
     step = start_epoch * loader.steps_per_epoch
@@ -93,21 +95,12 @@ def fit(
             if batch.boundary:
                 info = engine.step(lr=schedule.at(step) if schedule else None)
                 step += 1
-                bad = meter.step(info, epoch=epoch, step=step, bad_images=len(loader.bad))
-                if bad is not None:
-                    check_bad_images(bad, len(loader.images), max_bad_images)
+                bad = meter.step(info, epoch=epoch, step=step, bad_images=0 if loader.images.in_ram else len(loader.bad))
+                if bad is not None and bad > bad_image_limit:
+                    too_many_bad_images()
         paused = time.perf_counter()
         end_of_epoch(epoch + 1, step)
         meter.pause(time.perf_counter() - paused)
-
-
-def check_bad_images(bad: int, images: int, limit: float) -> None:
-    """Raise DataError when `bad` of `images` training images cannot be decoded and that share is above `limit`."""
-    if bad > limit * images:
-        raise DataError(
-            f"{bad} of {images} training images cannot be decoded, more than --max_bad_images {limit:g} (a share) allows. "
-            "They are listed with their reasons in bad_images.jsonl of the run. Mend or remove them, or raise --max_bad_images."
-        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +125,7 @@ def evaluate(
     preprocess: Preprocess,
     classes: Sequence[str],
 ) -> Evaluation | None:
-    """Measure a network on a split, each image once on any number of ranks. All ranks take part; rank 0 gets the result.
+    """Measure a network on a split, each image once on any number of ranks. All take part; rank 0 gets the result.
 
     `forward` maps normalised images (N, 3, H, W) to outputs in fp32; every rank calls it equally often, since the ranks
     of ZeRO-3 work in step. Files that cannot be decoded are counted and left out of the figures.

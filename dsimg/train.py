@@ -29,7 +29,7 @@ from dsimg.ds_config import (
     resolve_ds_config,
 )
 from dsimg.engine import Engine, OptimizerSpec, World, bf16_is_fast, start_world
-from dsimg.errors import ConfigError, DeviceError
+from dsimg.errors import ConfigError, DataError, DeviceError
 from dsimg.folder import ImageFolder, find_images, find_leaks, write_index
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.memory import estimate_rank_memory
@@ -42,6 +42,7 @@ DEFAULT_BATCH_SIZE = 128
 # `--lr` when none is given, for a global batch of 256.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "adam": 1e-3, "lamb": 5e-3}
 DEFAULT_WEIGHT_DECAY = {"sgd": 1e-4, "adamw": 0.05, "adam": 0.0, "lamb": 0.02}
+BAD_IMAGES = "bad_images.jsonl"
 LEAK_SEARCH_LIMIT = 100_000  # comparing validation with training files costs a stat each
 
 
@@ -252,8 +253,19 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         ram=setup.cache.ram,
         threads=data.decoding_workers(world.local_size),
     )
-    _keep_bad_images(run, images.bad, world)
-    loop.check_bad_images(len(images.bad), len(images), config.max_bad_images)
+    bad_image_limit = math.floor(config.max_bad_images * len(images))
+
+    def keep_bad_images(bad: dict[str, str]) -> None:
+        """Name new ones, list all in the run, and stop when they are too many."""
+        found = _keep_bad_images(run, bad, world)
+        if found > bad_image_limit:
+            raise DataError(
+                f"{found} of {len(images)} training images cannot be decoded, more than --max_bad_images "
+                f"{config.max_bad_images:g} (a share) allows. {path / BAD_IMAGES} lists them with their reasons: mend or "
+                "remove them, or raise --max_bad_images."
+            )
+
+    keep_bad_images(images.bad)
     cuda = world.device.type == "cuda"
     loader = data.TrainLoader(images, setup.plan, rank=world.rank, workers=setup.workers, prefetch=cuda, pin=cuda)
     validation = data.EvalLoader(
@@ -320,7 +332,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
                 meter.evaluated(result.report, epoch=epoch, step=step)
                 terminal.say(f"epoch {epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
         engine.pool_batchnorm()
-        _keep_bad_images(run, loader.bad, world)
+        keep_bad_images(loader.bad)
         state = {"step": step, "epoch": epoch, "skipped_steps": engine.skipped_steps}
         save_checkpoint(path / "checkpoints", engine, state)
 
@@ -335,8 +347,9 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         cutmix=config.cutmix,
         start_epoch=start_epoch,
         epochs=config.epochs,
-        max_bad_images=config.max_bad_images,
+        bad_image_limit=bad_image_limit,
         meter=meter,
+        too_many_bad_images=lambda: keep_bad_images(loader.bad),
         end_of_epoch=end_of_epoch,
     )
     if start_epoch == config.epochs:  # the run stopped between its last checkpoint and its end
@@ -644,12 +657,12 @@ def _accuracy_text(report: dict[str, Any]) -> str:
     return text if report["loss"] is None else f"{text}  loss {report['loss']:.4f}"
 
 
-def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> None:
-    """Name each undecodable training file once, and list them all in the run."""
-    path = run.path / "bad_images.jsonl"
+def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> int:
+    """Name each undecodable training file once, list them all in the run, and return how many all ranks know."""
+    path = run.path / BAD_IMAGES
     together = {file: reason for part in world.gather(bad) for file, reason in part.items()}
     if world.rank != 0 or not together:
-        return
+        return len(together)
     known = {json.loads(line)["file"] for line in path.read_text().splitlines()} if path.exists() else set()
     fresh = sorted(together.keys() - known)
     for file in fresh[:10]:
@@ -657,6 +670,7 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> None:
     if len(fresh) > 10:
         cli.context().terminal.warn(f"and {len(fresh) - 10} more, listed in {path}")
     loop.write_bad_images(path, together)
+    return len(together)
 
 
 def _out_of_memory(world: World) -> DeviceError:

@@ -1,0 +1,76 @@
+"""What the terminal shows, and where the rest goes."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from dsimg.console import Chatter, Terminal, bytes_text, count_text, duration_text
+
+
+def test_only_rank_zero_speaks() -> None:
+    stream = io.StringIO()
+    for rank in (0, 1):
+        terminal = Terminal(rank=rank, stream=stream)
+        terminal.say(f"hello from {rank} [bold]as it is[/bold]")
+        terminal.table("plan", [("data", "a [b] c")])
+        terminal.grid(("class",), [("ant",)])
+    assert stream.getvalue().splitlines() == [
+        "hello from 0 [bold]as it is[/bold]",
+        "plan",
+        "  data             a [b] c",
+        " class ",
+        " ant   ",
+    ]
+
+
+def test_without_a_terminal_progress_is_rare_plain_lines() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream=stream)
+    terminal._last_plain = float("-inf")
+    for step in range(5):
+        terminal.progress(f"step {step}")
+    terminal.progress("step 5", last=True)
+    assert stream.getvalue().splitlines() == ["step 0", "step 5"]
+
+
+def test_chatter_goes_to_the_log_and_not_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    chatter = Chatter()
+    early = chatter.path
+    os.write(1, b"from C, before there is a run\n")
+    chatter.move_to(tmp_path / "logs" / "rank_0.log")
+    os.write(2, b"from C, in the run\n")
+    print("for the user", file=chatter.stream)
+    chatter.stop()
+    print("after")
+    assert (tmp_path / "logs" / "rank_0.log").read_text() == "from C, before there is a run\nfrom C, in the run\n"
+    assert not early.exists()
+    assert capfd.readouterr() == ("for the user\nafter\n", "")
+
+
+def test_a_log_without_a_run_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    chatter = Chatter()
+    os.write(2, b"noise\n")
+    chatter.stop()
+    assert not chatter.path.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_numbers_are_written_for_people() -> None:
+    assert [bytes_text(n) for n in (0, 1023, 1536, 3 * 2**30, 5 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "5120.0 GiB",
+    ]
+    assert [count_text(n) for n in (7, 999, 1234, 269_722, 25_557_032, 4_111_514_624)] == [
+        "7",
+        "999",
+        "1.23 k",
+        "0.27 M",
+        "25.56 M",
+        "4.11 G",
+    ]
+    assert [duration_text(s) for s in (5, 65, 7384)] == ["0:05", "1:05", "2:03:04"]

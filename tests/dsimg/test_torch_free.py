@@ -1,0 +1,17 @@
+"""The files that serving shares must not load torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+FREE = (
+    "errors console run cli preprocess metrics ds_config folder digits schedule memory __main__"
+).split()
+
+
+@pytest.mark.parametrize("module", FREE)
+def test_a_torch_free_file_loads_no_torch(module: str) -> None:
+    code = f"import sys, dsimg.{module}; bad = {{'torch', 'torchvision', 'deepspeed'}} & sys.modules.keys(); assert not bad, bad"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
