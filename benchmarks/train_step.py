@@ -84,7 +84,7 @@ def bare_torch(arch: str, world: World, *, channels_last: bool) -> Callable[[int
             for _ in range(count):
                 loss = nn.functional.cross_entropy(model(images), labels)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             torch.set_num_threads(threads)
 
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for stage in STAGES:
             with tempfile.TemporaryDirectory() as folder:
                 whole = WholeLoop(arch, stage, world, split, steps=options.steps, folder=Path(folder))
-                contestants = [whole, bare_deepspeed(arch, stage, world), *torch_loops]
+                contestants: list[Callable[[int], None]] = [whole, bare_deepspeed(arch, stage, world), *torch_loops]
                 for contestant in contestants:
                     contestant(options.steps)  # warm-up
                 rounds = [

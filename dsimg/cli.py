@@ -63,14 +63,9 @@ def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typin
         terminal.say("interrupted")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        code = 1
-        text = traceback.format_exc()
-        where = ""
-        if chatter is not None:
-            os.write(2, text.encode(errors="backslashreplace"))
-            where = "" if chatter.path.name.startswith("dsimg-") else f" (log: {chatter.path})"
-        _complain(terminal, rank, f"{text}This is a bug in dsimg, or in a library it uses; please report it{where}.")
+    except BaseException as error:
+        code, text = _unexpected(error, chatter)
+        _complain(terminal, rank, text)
     finally:
         terminal.stop_live()
         if chatter is not None:
@@ -78,6 +73,18 @@ def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typin
     sys.stdout.flush()
     # Not sys.exit: process groups and data workers of a rank that fails would wait for its peers.
     os._exit(code)
+
+
+def _unexpected(error: BaseException, chatter: Chatter | None) -> tuple[int, str]:
+    """Return the exit code and the text for an exception that is not a user's error; the log gets its traceback."""
+    trace = "".join(traceback.format_exception(error))
+    if chatter is not None:
+        os.write(2, trace.encode(errors="backslashreplace"))
+    # torch raises this at whatever line the main thread is when the kernel kills a decoding worker.
+    if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        return 2, f"error: {error} If memory ran out, give fewer --workers; the same command resumes the run."
+    where = f" Log: {chatter.path}" if chatter is not None and chatter.has_place else ""
+    return 1, f"{trace}This is a bug in dsimg, or in a library it uses; please report it.{where}"
 
 
 def _complain(terminal: Terminal, rank: int, text: str) -> None:

@@ -120,6 +120,11 @@ class Chatter:
         self._temporary = True
         self._send_to(handle)
 
+    @property
+    def has_place(self) -> bool:
+        """Whether the log lies in a run folder, and will stay."""
+        return not self._temporary
+
     def _send_to(self, handle: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()

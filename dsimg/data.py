@@ -743,8 +743,8 @@ class _Pool:
                 raise
             self.close()
             raise DeviceError(
-                f"A process that decodes images was killed ({str(error).rstrip('. ')}). Memory ran out, most likely: use fewer workers, "
-                "or a smaller micro-batch."
+                f"A process that decodes images was killed ({str(error).rstrip('. ')}). Memory ran out, most likely: "
+                "use fewer workers, or a smaller micro-batch."
             ) from None
         finally:
             if not self._lasting:

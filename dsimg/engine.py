@@ -103,7 +103,13 @@ def start_world() -> World:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
     if not dist.is_initialized():
         _forbid_shared_memory_operator()
-        deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, verbose=False)
+        try:
+            deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, verbose=False)
+        except dist.DistNetworkError as error:
+            raise DeviceError(
+                f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_reason(error)}. "
+                "If another run uses that port, give this one its own: deepspeed --master_port 29501 …"
+            ) from error
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -111,6 +117,11 @@ def start_world() -> World:
         local_size=local_size,
         device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
     )
+
+
+def _reason(error: Exception) -> str:
+    """Return the last clause of a c10d message, which says why."""
+    return str(error).split("message: ")[-1].splitlines()[0].strip(" .")
 
 
 def _free_port() -> str:
@@ -220,6 +231,7 @@ class Fragment:
 class StepInfo:
     """What one optimizer step did. `grad_norm` is before clipping and without loss scale; NaN or inf when skipped."""
 
+    lr: float  # of the first parameter group, as this step used it
     grad_norm: float
     skipped: bool
     loss_scale: float | None
@@ -294,6 +306,7 @@ class Engine:
         if lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
+        used_lr = float(optimizer.param_groups[0]["lr"])
         scaler = self._grad_scaler()
         scale = scaler.get_scale() if scaler is not None else 1.0
         plain = optimizer is self._engine.basic_optimizer  # ZeRO 0 without 16-bit weights: no wrapper around it
@@ -314,10 +327,10 @@ class Engine:
         self.skipped_steps += skipped
         if self._ema and not skipped:
             torch._foreach_lerp_(self._ema, self.owners(), 1.0 - self.ema_decay)
-        loss_scale = (
-            scale if scaler is not None else float(optimizer.loss_scale) if self._engine.fp16_enabled() else None
-        )
-        return StepInfo(norm, skipped, loss_scale)
+        loss_scale = scale if scaler is not None else None
+        if self._engine.fp16_enabled():
+            loss_scale = float(optimizer.loss_scale)
+        return StepInfo(used_lr, norm, skipped, loss_scale)
 
     def _grad_scaler(self) -> Any:
         """Return the GradScaler of fp16 autocast, which lives in the engine at ZeRO 0 and in the optimizer above."""
@@ -325,10 +338,6 @@ class Engine:
             getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
             or self._engine.torch_autocast_z0_gradscaler
         )
-
-    def learning_rate(self) -> float:
-        """Return the learning rate of the first parameter group."""
-        return float(self._engine.optimizer.param_groups[0]["lr"])
 
     def write_monitor(self, values: Mapping[str, float], samples: int) -> None:
         """Send scalars to the monitors that the DeepSpeed JSON names (tensorboard, csv, wandb), from rank 0."""

@@ -10,12 +10,14 @@ from typing import Any
 
 from dsimg import cli, data, loop, models
 from dsimg.console import count_text
-from dsimg.ds_config import StageDefaults, find_ds_config, read_ds_config, resolve_ds_config
+from dsimg.ds_config import StageDefaults, resolve_ds_config
+from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.engine import World, bf16_is_fast, inference_forward, start_world
 from dsimg.errors import ConfigError
 from dsimg.folder import Split, find_labelled, read_index
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
+from dsimg.weights import read_weights, restore_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
     terminal = cli.context().terminal
     split, notes = world.on_rank_zero(lambda: _find_split(run, config.data, classes))
     model = models.build_model(described["arch"], num_classes=len(classes), input_size=preprocess.input_size[1])
-    models.restore_weights(model, models.read_weights(run.file("weights")), source=str(run.path))
+    restore_weights(model, read_weights(run.file("weights")), source=str(run.path))
     resolved, precision = _resolve(settings, model, world, config)
     workers = data.decoding_workers(world.local_size) if config.workers is None else config.workers
     rows = [

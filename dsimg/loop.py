@@ -95,7 +95,9 @@ def fit(
             if batch.boundary:
                 info = engine.step(lr=schedule.at(step) if schedule else None)
                 step += 1
-                bad = meter.step(info, epoch=epoch, step=step, bad_images=0 if loader.images.in_ram else len(loader.bad))
+                # In RAM, every rank knows them all and they were counted before.
+                found = 0 if loader.images.in_ram else len(loader.bad)
+                bad = meter.step(info, epoch=epoch, step=step, bad_images=found)
                 if bad is not None and bad > bad_image_limit:
                     too_many_bad_images()
         paused = time.perf_counter()

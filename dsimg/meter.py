@@ -104,7 +104,7 @@ class Meter:
         elapsed = now - self._begun - self._paused
         values: dict[str, float] = {
             "loss": loss,
-            "lr": engine.learning_rate(),
+            "lr": info.lr,
             "grad_norm": info.grad_norm,
             "images_per_second": (self._images(step) - self._images(self._logged_step)) / seconds,
             "data_wait": self._waited / seconds,

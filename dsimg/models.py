@@ -1,40 +1,31 @@
-"""Networks: build one by name, load and save its weights, and what training must know about it.
+"""Networks: build one by name, and what training must know of it: preprocess, outputs, sizes, parameter groups.
 
 `--model` is a torchvision classifier, `cifar_resnet20|32|44|56|110`, `timm:NAME`, or
 `package.module:function`, a function that takes `num_classes` and returns a module from images (N, 3, H, W)
 to logits (N, num_classes).
 """
 
-import argparse
-import contextlib
-import functools
 import importlib
-import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import safetensors.torch
 import torch
 import torchvision
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision.models import GoogLeNetOutputs, InceptionOutputs, VisionTransformer
-from torchvision.models.vision_transformer import interpolate_embeddings
+from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 
 from dsimg.cifar_resnet import DEPTHS, CifarResNet
 from dsimg.errors import ModelError, near
 from dsimg.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from dsimg.run import Run
 
+CIFAR_RESNETS = {f"cifar_resnet{depth}": depth for depth in DEPTHS}
 # Weights of the auxiliary losses: arXiv 1409.4842, section 5, and torchvision's references.
 GOOGLENET_AUX_WEIGHT = 0.3
 INCEPTION_AUX_WEIGHT = 0.4
@@ -43,17 +34,6 @@ INCEPTION_AUX_WEIGHT = 0.4
 HALF_NORMALISED = ("googlenet", "inception_v3")
 AUX_HEADS = {"GoogLeNet": ("aux1.fc2", "aux2.fc2"), "Inception3": ("AuxLogits.fc",)}
 
-# Where checkpoints keep their state dict, best first: torchvision's references, timm, Lightning, DeepSpeed.
-WRAPPERS = ("model_ema", "state_dict_ema", "state_dict", "model_state_dict", "model", "module")
-PREFIXES = ("module.", "_orig_mod.", "model.")  # DataParallel, torch.compile, Lightning
-# Names that torchvision's published files still use: DenseNet's layers, the MLPs of its ViTs.
-RENAMES = (
-    (re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)"), r"\1\2"),
-    (re.compile(r"(\.mlp)\.linear_1\."), r"\1.0."),
-    (re.compile(r"(\.mlp)\.linear_2\."), r"\1.3."),
-)
-
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what a stage of blocks is made of
 # Arrays that are not matrices of a linear map, though they have two or more dimensions.
 NO_DECAY = frozenset(
     (
@@ -75,15 +55,15 @@ def build_model(arch: str, *, num_classes: int, input_size: int | None = None) -
     Raises ModelError: unknown name, timm missing, a user's function that fails, a size that does not fit.
     """
     if arch.startswith("timm:"):
-        return _build_timm(arch, input_size=input_size, num_classes=num_classes)
+        return build_timm(arch, input_size=input_size, num_classes=num_classes)
     if ":" in arch:
         return _build_user(arch, num_classes=num_classes)
-    if arch in _cifar_resnets():
-        return CifarResNet(_cifar_resnets()[arch], num_classes=num_classes)
+    if arch in CIFAR_RESNETS:
+        return CifarResNet(CIFAR_RESNETS[arch], num_classes=num_classes)
     names = _torchvision_names()
     if arch not in names:
         raise ModelError(
-            f"there is no model '{arch}'{near(arch, [*names, *_cifar_resnets()]) or '.'} --model takes a "
+            f"there is no model '{arch}'{near(arch, [*names, *CIFAR_RESNETS]) or '.'} --model takes a "
             "torchvision classifier such as resnet50, cifar_resnet20|32|44|56|110, timm:NAME or "
             "package.module:function."
         )
@@ -113,7 +93,7 @@ def default_preprocess(arch: str, *, image_size: int | None, weights: str | None
     """
     if weights is not None and Path(weights).is_dir():
         preprocess = Preprocess.from_dict(Run.open(Path(weights)).model["preprocess"])
-    elif arch in _cifar_resnets():
+    elif arch in CIFAR_RESNETS:
         preprocess = _preprocess(32, crop_pct=1.0)
     elif arch.startswith("timm:"):
         cfg = _timm_cfg(arch)
@@ -124,8 +104,8 @@ def default_preprocess(arch: str, *, image_size: int | None, weights: str | None
             interpolation=cfg.interpolation,
             crop_pct=cfg.crop_pct,
         )
-    elif arch in _torchvision_names() and weights is not None and not _looks_like_file(weights):
-        transforms = _torchvision_weights(arch, weights).transforms()
+    elif arch in _torchvision_names() and weights is not None and not looks_like_file(weights):
+        transforms = published_weights(arch, weights).transforms()
         preprocess = Preprocess(
             input_size=(3, transforms.crop_size[0], transforms.crop_size[0]),
             mean=tuple(transforms.mean),
@@ -145,10 +125,6 @@ def default_preprocess(arch: str, *, image_size: int | None, weights: str | None
 
 def _preprocess(size: int, *, crop_pct: float) -> Preprocess:
     return Preprocess(input_size=(3, size, size), mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=crop_pct)
-
-
-def _cifar_resnets() -> dict[str, int]:
-    return {f"cifar_resnet{depth}": depth for depth in DEPTHS}
 
 
 def _torchvision_names() -> list[str]:
@@ -178,7 +154,8 @@ def _timm_cfg(arch: str) -> Any:
         raise ModelError(f"timm has no weights '{name}'{near(name, tags) or '.'} It has: {', '.join(tags)}.") from error
 
 
-def _build_timm(arch: str, *, input_size: int | None, **options: Any) -> nn.Module:
+def build_timm(arch: str, *, input_size: int | None, **options: Any) -> nn.Module:
+    """Return the network timm:NAME[.TAG]; `options` are those of timm.create_model. Raises ModelError."""
     cfg = _timm_cfg(arch)
     if input_size and cfg.fixed_input_size:
         options["img_size"] = input_size
@@ -224,138 +201,13 @@ def _build_user(arch: str, *, num_classes: int) -> nn.Module:
     return model
 
 
-# --- Weights ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What `load_weights` did; `str()` is one paragraph for the user."""
-
-    source: str  # where the weights came from
-    loaded: int  # tensors copied
-    skipped: tuple[tuple[str, str], ...]  # (name in the source, reason)
-    new: tuple[str, ...]  # tensors of the network that keep their fresh values
-    head: str  # what became of the classifier, e.g. "new (1000 classes there, 7 here)"
-
-    def __str__(self) -> str:
-        text = f"{self.source}: {self.loaded} tensors loaded; head {self.head}"
-        if self.skipped:
-            text += f"; skipped {_some([f'{name} ({reason})' for name, reason in self.skipped])}"
-        if self.new:
-            text += f"; new {_some(self.new)}"
-        return text + "."
-
-
-def load_weights(model: nn.Module, weights: str, *, arch: str, classes: Sequence[str]) -> LoadReport:
-    """Copy into `model` what fits of `weights`, in place, and say what was loaded, skipped and left new.
-
-    `weights` is a name of torchvision's ("IMAGENET1K_V2", "DEFAULT", "ResNet50_Weights.IMAGENET1K_V2"),
-    "DEFAULT" for a timm model, a .safetensors file, a .pth or .pt file (tensors only: no code in it is run),
-    or a finished run folder of the same arch. `classes` are the new run's, in the order of its logits. The
-    head is kept when the source has the same classes, its rows are put in order when it names them in another
-    order, and it stays new otherwise. A file that names no classes but has as many keeps its head, and the
-    report says so. Positions of torchvision's ViTs are resampled to the size of `model`.
-
-    Raises ModelError: no such weights, another arch, nothing fits, a pickle that needs code, no network.
-    """
-    path = Path(weights)
-    source_classes: Sequence[str] | None = None
-    if path.is_dir():
-        run = Run.open(path)
-        if run.model["arch"] != arch:
-            raise ModelError(
-                f"--weights {weights} holds a {run.model['arch']}, but --model is {arch}. Give --model "
-                f"{run.model['arch']}, or other weights."
-            )
-        state = read_weights(run.file("weights"))
-        source_classes = run.model["classes"]
-    elif path.is_file():
-        state = read_weights(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    elif _looks_like_file(weights):
-        raise ModelError(
-            f"--weights {weights}: no such file or folder. Give a .safetensors or .pth file, a run folder, "
-            "or a torchvision weights name such as DEFAULT."
-        )
-    elif arch.startswith("timm:"):
-        state = _timm_state(model, weights, arch=arch)
-    else:
-        entry = _torchvision_weights(arch, weights)
-        state = _download(entry)
-        source_classes = entry.meta["categories"]
-    return _copy_what_fits(model, state, source=weights, source_classes=source_classes, classes=classes)
-
-
-def restore_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str) -> None:
-    """Copy `state` into `model`, in place: exactly the same names and shapes.
-
-    For a network read back from its own run. Unlike `load_state_dict` it needs no version metadata, which
-    safetensors does not keep and torchvision's MNASNet asks for. Raises ModelError that lists what differs.
-    """
-    own = model.state_dict()
-    problems = [f"{name} is missing" for name in own if name not in state]
-    problems += [f"{name} is unknown" for name in state if name not in own]
-    problems += [
-        f"{name} has shape {tuple(state[name].shape)} instead of {tuple(target.shape)}"
-        for name, target in own.items()
-        if name in state and state[name].shape != target.shape
-    ]
-    if problems:
-        raise ModelError(
-            f"{source} does not fit the network: {_some(problems)}. Give the weights that were saved from this one."
-        )
-    with torch.no_grad():
-        for name, target in own.items():
-            target.copy_(state[name])
-
-
-def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a state dict as safetensors, atomically (temporary file, fsync, rename).
-
-    Tensors may be on any device, of any layout, and share memory; each name is written whole. Raises
-    ModelError when the disk refuses.
-    """
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in state.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        # safetensors refuses tensors that overlap in memory, as parts of one storage may.
-        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        tensors[name] = tensor
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the CPU. Raises ModelError when missing or damaged."""
-    try:
-        return safetensors.torch.load_file(path)
-    except FileNotFoundError as error:
-        raise ModelError(f"{path} does not exist. Give the path of a .safetensors file.") from error
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file ({error}). Copy it again from its source.") from error
-
-
-def _looks_like_file(weights: str) -> bool:
+def looks_like_file(weights: str) -> bool:
+    """Tell whether `--weights` means a path, there or not, and not a name of torchvision's."""
     return "/" in weights or Path(weights).suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 
 
-def _torchvision_weights(arch: str, weights: str) -> Any:
-    """Return the member of torchvision's weights enum. Raises ModelError that lists the choices."""
+def published_weights(arch: str, weights: str) -> Any:
+    """Return the member of torchvision's weights enum for `arch`. Raises ModelError that lists the choices."""
     if arch not in _torchvision_names():
         raise ModelError(
             f"{arch} has no published weights called '{weights}'. Give --weights a .safetensors or .pth "
@@ -370,163 +222,6 @@ def _torchvision_weights(arch: str, weights: str) -> Any:
             f"{', '.join(choices)}."
         )
     return members[name]
-
-
-def _download(entry: Any) -> dict[str, Tensor]:
-    """Return the state dict of torchvision's weights, from torch hub's cache or the network."""
-    try:
-        state: dict[str, Tensor] = entry.get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except OSError as error:  # URLError is one
-        raise ModelError(
-            f"cannot download {entry.url} ({error}). Fetch it on a machine with a network and give the file "
-            f"to --weights, or put it into {torch.hub.get_dir()}/checkpoints."
-        ) from error
-    except (RuntimeError, UnpicklingError) as error:
-        raise ModelError(
-            f"the download of {entry.url} is damaged ({_first_line(error)}). Delete its file in "
-            f"{torch.hub.get_dir()}/checkpoints and try again."
-        ) from error
-    return state
-
-
-def _timm_state(model: nn.Module, weights: str, *, arch: str) -> dict[str, Tensor]:
-    """Return the pretrained weights of timm:NAME[.TAG], resampled by timm to the size of `model`."""
-    if weights != "DEFAULT":
-        raise ModelError(
-            f"--weights {weights}: no such file, and timm weights are chosen by the model's name "
-            "(timm:resnet50.a1_in1k). Give --weights DEFAULT with it."
-        )
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    try:
-        pretrained = _build_timm(arch, input_size=size[0] if size else None, pretrained=True)
-    except Exception as error:  # no network: the hub's client raises a dozen types
-        raise ModelError(
-            f"timm cannot get weights for {arch} ({_first_line(error)}). Check the network, or fetch the "
-            "file elsewhere and give it to --weights."
-        ) from error
-    return pretrained.state_dict()
-
-
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Return the state dict in a .pth file. Tensors and plain containers only: nothing in it is executed."""
-    try:
-        # Training programs store their parsed arguments beside the weights; a Namespace only holds values.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnpicklingError as error:
-        needed = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if needed is None:
-            raise ModelError(f"{path} is not a whole PyTorch file. Copy it again from its source.") from error
-        raise ModelError(
-            f"{path} needs code to be run on loading ({needed[1]}), which is refused. Where you trust it, "
-            "save its state dict alone: torch.save(torch.load(PATH, weights_only=False)['model'], NEW_PATH), "
-            "with the key that holds it."
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{path} is not a whole PyTorch file ({_first_line(error)}). Copy it again from its source."
-        ) from error
-    state = _find_state(content)
-    if not state:
-        here = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
-        raise ModelError(
-            f"{path} holds no state dict (found: {here or 'nothing'}). Save model.state_dict(), alone or "
-            f"under one of: {', '.join(WRAPPERS)}."
-        )
-    return state
-
-
-def _find_state(content: object) -> dict[str, Tensor]:
-    if not isinstance(content, Mapping):
-        return {}
-    for key in WRAPPERS:
-        if isinstance(content.get(key), Mapping):
-            return _find_state(content[key])
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
-
-
-def _copy_what_fits(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    *,
-    source: str,
-    source_classes: Sequence[str] | None,
-    classes: Sequence[str],
-) -> LoadReport:
-    own = model.state_dict()
-    head_tensors = {name for name in own if name.rpartition(".")[0] in head_names(model)}
-    skipped: list[tuple[str, str]] = []
-    loaded: set[str] = set()
-    head = "not in the source"
-    for original, tensor in state.items():
-        name = _name_in(own, original)
-        if name not in own:
-            skipped.append((original, "not in this network"))
-            continue
-        target = own[name]
-        if name in head_tensors and tensor.ndim:
-            rows, head = _head_rows(len(tensor), len(target), source_classes, classes)
-            if rows is None:
-                skipped.append((original, "head"))
-                continue
-            tensor = tensor[rows]
-        if name == "encoder.pos_embedding" and isinstance(model, VisionTransformer):
-            tensor = _resample_positions(model, tensor)
-        if tensor.shape != target.shape:
-            skipped.append((original, f"shape {tuple(tensor.shape)} there, {tuple(target.shape)} here"))
-            if name in head_tensors:
-                head = "new (of another shape there)"
-            continue
-        with torch.no_grad():
-            target.copy_(tensor)
-        loaded.add(name)
-    if not loaded:
-        raise ModelError(
-            f"--weights {source}: nothing in it fits this network. It holds {_some(list(state), 3)}; the "
-            f"network has {_some(list(own), 3)}. Give weights of the same --model."
-        )
-    new = tuple(name for name in own if name not in loaded)
-    return LoadReport(source=source, loaded=len(loaded), skipped=tuple(skipped), new=new, head=head)
-
-
-def _name_in(own: Mapping[str, Tensor], name: str) -> str:
-    """Return `name` without a wrapper's prefix and in today's spelling, where only that is in `own`."""
-    while name not in own and name.startswith(PREFIXES):
-        name = name.partition(".")[2]
-    if name not in own:
-        for pattern, replacement in RENAMES:
-            name = pattern.sub(replacement, name)
-    return name
-
-
-def _head_rows(
-    rows_there: int, rows_here: int, source_classes: Sequence[str] | None, classes: Sequence[str]
-) -> tuple[list[int] | slice | None, str]:
-    """Return the source's head rows to take, in the order of `classes` (None: none), and a word on it."""
-    if rows_there != rows_here:
-        return None, f"new ({rows_there} classes there, {rows_here} here)"
-    if source_classes is None:
-        return slice(None), f"kept ({rows_here} classes; the source does not name them, so check their order)"
-    if list(source_classes) == list(classes):
-        return slice(None), "kept (the same classes)"
-    if len(set(classes)) == len(set(source_classes)) == rows_here and set(classes) == set(source_classes):
-        return [list(source_classes).index(name) for name in classes], "kept, in this run's order of classes"
-    # torchvision names ImageNet's classes in words, the folders are WordNet ids; both are sorted by id.
-    if (
-        rows_here == 1000
-        and all(re.fullmatch(r"n\d{8}", name) for name in classes)
-        and sorted(classes) == list(classes)
-    ):
-        return slice(None), "kept (ImageNet's classes)"
-    return None, f"new ({rows_here} classes with other names there)"
-
-
-def _resample_positions(model: nn.Module, positions: Tensor) -> Tensor:
-    """Return torchvision's ViT position embeddings resampled to the image size of `model`."""
-    state = {"encoder.pos_embedding": positions}
-    resampled = interpolate_embeddings(model.image_size, model.patch_size, state)
-    result: Tensor = resampled["encoder.pos_embedding"]
-    return result
 
 
 # --- Outputs and heads --------------------------------------------------------------------------------------
@@ -606,7 +301,7 @@ def check_input_size(model: nn.Module, size: int, arch: str, *, num_classes: int
 def _size_message(arch: str, size: int, error: Exception, *, works: int | None = None) -> str:
     advice = f"--image_size {works}" if works else "another --image_size"
     return (
-        f"{arch} cannot take {size}x{size} images ({_first_line(error)}). Use {advice}, or a network for "
+        f"{arch} cannot take {size}x{size} images ({first_line(error)}). Use {advice}, or a network for "
         "small images such as cifar_resnet20."
     )
 
@@ -709,97 +404,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def enable_gradient_checkpointing(model: nn.Module) -> int:
-    """Make the blocks of `model` recompute their activations in the backward pass; return how many they are.
-
-    Blocks are the members of its stages (Sequential, ModuleList, ModuleDict) that hold at least two layers
-    with weights, or, where there are no stages (GoogLeNet, Inception), such members of the network itself.
-    Gradients, random numbers and the names in the state dict stay the same. Buffers change once a step: the
-    recomputation works on copies, so that BatchNorm does not count its batch twice (pytorch #96136). timm's
-    own switch does count twice, and is not used.
-
-    Raises ModelError when there is no such block.
-    """
-    blocks = _stage_blocks(model) or [
-        child for child in model.children() if not isinstance(child, CONTAINERS) and _is_composite(child)
-    ]
-    if not blocks:
-        raise ModelError(
-            f"--gradient_checkpointing: {type(model).__name__} has no stages of blocks to recompute. Leave "
-            "the flag out, or use a smaller batch with accumulation."
-        )
-    for block in blocks:
-        assert "forward" not in vars(block), "already checkpointed"
-        # On the instance, so that module names, hooks and copies of the model stay as they are.
-        block.forward = functools.partial(_recomputed_forward, block, block.forward)
-    return len(blocks)
-
-
-def _stage_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost blocks of all stages below `module`, in order."""
-    blocks: list[nn.Module] = []
-    for child in module.children():
-        is_block = isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS) and _is_composite(child)
-        if is_block and not _holds_stage(child):
-            blocks.append(child)
-        else:
-            blocks += _stage_blocks(child)
-    return blocks
-
-
-def _is_composite(module: nn.Module) -> bool:
-    """Tell whether recomputing `module` saves anything: it holds two or more layers with weights."""
-    layers = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
-    return sum(isinstance(part, layers) for part in module.modules()) >= 2
-
-
-def _holds_stage(module: nn.Module) -> bool:
-    """Tell whether `module` is itself a stage: it has a list with two composite members of one type."""
-    for part in module.modules():
-        if isinstance(part, CONTAINERS):
-            types = [type(child) for child in part.children() if _is_composite(child)]
-            if len(types) > len(set(types)) and not any(issubclass(kind, CONTAINERS) for kind in types):
-                return True
-    return False
-
-
-def _recomputed_forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not (block.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    # DenseNet hands every layer one list, to which it then appends: the recomputation needs it as it was.
-    args = tuple(list(value) if isinstance(value, list) else value for value in args)
-    contexts = functools.partial(_forward_and_recomputation, block)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _forward_and_recomputation(
-    block: nn.Module,
-) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    return contextlib.nullcontext(), _copied_buffers(block)
-
-
-@contextlib.contextmanager
-def _copied_buffers(block: nn.Module) -> Iterator[None]:
-    """Let `block` work on copies of its buffers. In train mode BatchNorm's result does not depend on them."""
-    kept = [
-        (module, name, buffer) for module in block.modules() for name, buffer in module.named_buffers(recurse=False)
-    ]
-    for module, name, buffer in kept:
-        setattr(module, name, buffer.clone())
-    try:
-        yield
-    finally:
-        for module, name, buffer in kept:
-            setattr(module, name, buffer)
-
-
-# --- Text ---------------------------------------------------------------------------------------------------
-
-
-def _some(items: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, without its full stop, or its type where it has no text."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

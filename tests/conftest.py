@@ -57,11 +57,19 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def launch_ranks(size: int, *words: str, cwd: Path = ROOT, timeout: float = 240) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python WORDS` on `size` ranks at the same time; return what each printed and its exit code."""
+def free_port() -> int:
+    """Return a port that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def launch_ranks(
+    size: int, *words: str, cwd: Path = ROOT, timeout: float = 240
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run `python WORDS` on `size` ranks at the same time; return what each printed and its exit code."""
+    port = free_port()
     processes = [
         subprocess.Popen(
             [sys.executable, *words],

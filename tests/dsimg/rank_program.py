@@ -34,7 +34,13 @@ def make_engine(world: World, stage: int, *, seed: int = 0, norm: bool = False, 
     }
     spec = OptimizerSpec(name="adamw")
     engine = Engine(
-        model, config=config, groups=models.parameter_groups(model, 0.01), optimizer=spec, lr=0.1, world=world, ema_decay=ema
+        model,
+        config=config,
+        groups=models.parameter_groups(model, 0.01),
+        optimizer=spec,
+        lr=0.1,
+        world=world,
+        ema_decay=ema,
     )
     engine.train()
     return engine

@@ -64,7 +64,9 @@ def dsimg(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_help_lists_the_stages_without_torch() -> None:
-    code = "import sys, dsimg.__main__ as m; sys.argv = ['dsimg', '--help']; m.main(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys, dsimg.__main__ as m; sys.argv = ['dsimg', '--help']; m.main(); assert 'torch' not in sys.modules"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr
     assert "train" in answer.stdout
@@ -91,3 +93,13 @@ def test_an_unknown_flag_is_an_error_with_the_near_name() -> None:
     answer = dsimg("train", "--image_sise", "64")
     assert answer.returncode == 2
     assert "image_size" in answer.stdout + answer.stderr
+
+
+def test_a_killed_decoding_worker_is_the_users_to_mend_and_a_bug_is_a_bug() -> None:
+    code, text = cli._unexpected(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), None)
+    assert (code, text.splitlines()[-1][:6]) == (2, "error:")
+    assert "--workers" in text
+    code, text = cli._unexpected(RuntimeError("shape mismatch"), None)
+    assert code == 1
+    assert "RuntimeError: shape mismatch" in text
+    assert "please report it" in text

@@ -269,6 +269,11 @@ def test_free_memory_is_that_of_the_machine_at_most() -> None:
     assert 0 < data.free_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def test_each_rank_decodes_with_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(20)))
+    assert [data.decoding_workers(ranks) for ranks in (1, 3, 8, 32)] == [8, 6, 2, 1]
+
+
 # The order and the steps
 
 
@@ -590,8 +595,8 @@ def test_a_killed_worker_gives_the_likely_reason(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(DeviceError) as error:
         list(loader.epoch(0))
     assert str(error.value) == (
-        "A process that decodes images was killed (DataLoader worker (pid 123) is killed by signal: Killed). Memory ran "
-        "out, most likely: use fewer workers, or a smaller micro-batch."
+        "A process that decodes images was killed (DataLoader worker (pid 123) is killed by signal: Killed). Memory "
+        "ran out, most likely: use fewer workers, or a smaller micro-batch."
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dsimg import models
 from dsimg.engine import Engine, OptimizerSpec, start_world
+from dsimg.errors import DeviceError
 from dsimg.memory import estimate_rank_memory
 from tests import nets
 from tests.conftest import Launch
@@ -25,7 +26,13 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 
 def make_engine(
-    stage: int, precision: str = "fp32", *, clip: float = 0.0, optimizer: str = "sgd", accumulate: int = 1, ema: float = 0.0
+    stage: int,
+    precision: str = "fp32",
+    *,
+    clip: float = 0.0,
+    optimizer: str = "sgd",
+    accumulate: int = 1,
+    ema: float = 0.0,
 ) -> Engine:
     torch.manual_seed(0)
     model = nets.without_batchnorm(3)
@@ -227,3 +234,12 @@ def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
     assert two["pooled_mean"] == pytest.approx(two["expected_mean"], rel=1e-5)
     assert two["pooled_var"] == pytest.approx(two["expected_var"], rel=1e-4)
     assert two["restored"] == {f"{a}->{b}": True for a in STAGES for b in STAGES}
+
+
+def test_more_ranks_than_gpus_is_an_error_that_says_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match=r"2 ranks .* has 1 GPU\(s\).*deepspeed --num_gpus 1"):
+        start_world()

@@ -1,0 +1,88 @@
+"""Choose fp32, bf16 or fp16, and the form in which DeepSpeed can train this model so: its own or torch_autocast."""
+
+from typing import Any
+
+from dsimg.ds_lint import Note, enabled, zero_stage
+
+
+def choose_precision(
+    config: dict[str, Any], notes: list[Note], *, device: str, has_batchnorm: bool, bf16_fast: bool
+) -> Note:
+    """Write the choice into a checked config whose batch is filled in, in place, and return the plan's line for it."""
+    wanted = {block: enabled(config, block) for block in ("bf16", "fp16", "torch_autocast")}
+    blocks = {block: config.pop(block, {}) for block in ("bf16", "fp16")}
+    autocast = config.pop("torch_autocast", {})
+    if wanted["torch_autocast"] is True or (wanted["torch_autocast"] == "auto" and bf16_fast):
+        half = autocast.get("dtype", "auto") in ("float16", "fp16", "half", "torch.float16")
+        config["torch_autocast"] = {**autocast, "enabled": True, "dtype": "float16" if half else "bfloat16"}
+        _drop_for_autocast(config, "float16" if half else "bfloat16", notes)
+        return Note(kind="plan", text=f"precision: {'fp16' if half else 'bf16'} autocast, weights in fp32")
+    if wanted["bf16"] is True or wanted["fp16"] is True:
+        mode, why = ("bf16" if wanted["bf16"] is True else "fp16"), "as the file asks"
+    elif wanted["bf16"] == "auto" and bf16_fast:
+        mode, why = "bf16", 'bf16 is "auto" and this device is fast in it'
+    elif wanted["fp16"] == "auto" and device == "cuda":
+        mode, why = "fp16", 'fp16 is "auto" and this is a GPU'
+    else:
+        autos = [block for block, value in wanted.items() if value == "auto"]
+        because = (
+            f'{" and ".join(autos)} is "auto" and this device is not fast in it'
+            if autos
+            else "the file asks for nothing else"
+        )
+        return Note(kind="plan", text=f"precision: fp32 ({because})")
+    if mode == "bf16" and not bf16_fast:
+        remedy = "fp16 is faster here" if device == "cuda" else "fp32 is faster here"
+        notes.append(Note(kind="warning", text=f"bf16 is emulated on this device and slow; {remedy}"))
+    reason = _why_autocast(config, mode, device, has_batchnorm)
+    block = {**blocks[mode], "enabled": True}
+    if reason is None:
+        config[mode] = block
+        return Note(kind="plan", text=f"precision: {mode} ({why})")
+    dtype = "bfloat16" if mode == "bf16" else "float16"
+    config["torch_autocast"] = {"enabled": True, "dtype": dtype}
+    lost = [key for key in block if key != "enabled"]
+    if wanted[mode] == "auto":
+        why += f"; in this form as {reason}"
+    if wanted[mode] is True or lost:
+        tail = f" ({', '.join(lost)} dropped: autocast has its own loss scaler)" if lost else ""
+        text = f"{mode} is run as torch_autocast {dtype} with weights in fp32: {reason}{tail}"
+        notes.append(Note(kind="changed", text=text))
+    _drop_for_autocast(config, dtype, notes)
+    return Note(kind="plan", text=f"precision: {mode} autocast, weights in fp32 ({why})")
+
+
+def _why_autocast(config: dict[str, Any], mode: str, device: str, has_batchnorm: bool) -> str | None:
+    """Return why DeepSpeed's own bf16 or fp16 cannot train this model here, or None where it can.
+
+    Drops, in place, a `grad_accum_dtype` that alone would stand in the way and means nothing.
+    """
+    if has_batchnorm:
+        # PR #8066, in releases from 0.19.2 on: parameters are cast, buffers are not.
+        return f"DeepSpeed casts BatchNorm's weights to {mode} but not its running statistics, which fails"
+    if mode == "fp16" and device == "cpu":
+        return "DeepSpeed has no fp16 on CPU"
+    types = config.get("data_types", {})
+    if zero_stage(config) == 0 and types.get("grad_accum_dtype", mode) not in (mode, "auto"):
+        if config["gradient_accumulation_steps"] > 1:
+            return f"DeepSpeed cannot accumulate {mode} gradients in fp32 at ZeRO stage 0"
+        # The engine raises "unsupported mix" all the same, though one micro batch a step accumulates nothing.
+        del types["grad_accum_dtype"]
+    return None
+
+
+def _drop_for_autocast(config: dict[str, Any], dtype: str, notes: list[Note]) -> None:
+    """Take out, in place, what DeepSpeed asserts against beside torch_autocast."""
+    lost = []
+    types = config.get("data_types", {})
+    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        if types.get(key, "fp32") not in ("fp32", "auto"):
+            del types[key]
+            lost.append(f"data_types.{key}")
+    zero = config.get("zero_optimization", {})
+    if zero.get("zero_quantized_weights") is True:
+        del zero["zero_quantized_weights"]
+        lost.append("zero_optimization.zero_quantized_weights")
+    if lost:
+        text = f"{', '.join(lost)} dropped: torch_autocast {dtype} keeps weights and gradients in fp32"
+        notes.append(Note(kind="changed", text=text))

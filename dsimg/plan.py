@@ -1,0 +1,275 @@
+"""Everything that is decided, checked and shown before the first step: the training plan."""
+
+import collections
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsimg import data, models
+from dsimg.augment import Augmentation, geometry_for
+from dsimg.console import bytes_text, count_text
+from dsimg.digits import write_digits
+from dsimg.ds_config import DsConfig, StageDefaults, resolve_ds_config
+from dsimg.engine import OptimizerSpec, World, bf16_is_fast
+from dsimg.folder import ImageFolder, find_images, find_leaks
+from dsimg.memory import estimate_rank_memory
+from dsimg.preprocess import Preprocess
+from dsimg.recipe import TrainConfig
+from dsimg.recompute import enable_gradient_checkpointing
+from dsimg.schedule import Schedule, scale_lr
+from dsimg.weights import load_weights
+
+DEFAULT_BATCH_SIZE = 128
+# `--lr` when none is given, for a global batch of 256.
+DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "adam": 1e-3, "lamb": 5e-3}
+DEFAULT_WEIGHT_DECAY = {"sgd": 1e-4, "adamw": 0.05, "adam": 0.0, "lamb": 0.02}
+LEAK_SEARCH_LIMIT = 100_000  # comparing validation with training files costs a stat each
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """Everything that is decided before the first step."""
+
+    folder: ImageFolder
+    arch: str
+    model: nn.Module
+    preprocess: Preprocess
+    augmentation: Augmentation
+    cache: data.CachePlan
+    workers: int
+    ds: DsConfig
+    plan: data.StepPlan
+    optimizer: OptimizerSpec | None
+    weight_decay: float
+    schedule: Schedule | None
+    rows: list[tuple[str, str]]
+
+
+def plan_training(
+    config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_size: int, world: World
+) -> TrainPlan:
+    """Decide everything, and check it, before a run folder is made or memory taken."""
+    folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config))
+    arch, preprocess = _choose_model(config, sizes)
+    model = models.build_model(arch, num_classes=len(folder.classes), input_size=preprocess.input_size[1])
+    rows = [("data", f"{folder.root}: {len(folder.train.files):,} training images, {len(folder.classes)} classes")]
+    rows.append(("validation", f"{len(folder.val.files):,} images"))
+    rows += [("", note) for note in notes]
+    models.check_input_size(model, preprocess.input_size[1], arch, num_classes=len(folder.classes))
+    parameters = models.count_parameters(model)
+    macs = models.count_macs(model, preprocess.input_size[1])
+    side = preprocess.input_size[1]
+    rows.append(("model", f"{arch}: {count_text(parameters)} parameters, {count_text(macs)} MACs at {side}x{side}"))
+    if config.weights is not None:
+        loaded = load_weights(model, config.weights, arch=arch, classes=folder.classes)
+        rows.append(("weights", str(loaded)))
+    if config.gradient_checkpointing:
+        blocks = enable_gradient_checkpointing(model)
+        rows.append(("", f"activations of {blocks} blocks are computed again in the backward pass"))
+
+    flip = config.flip if config.flip is not None else config.data != "digits"
+    size = preprocess.input_size[1:]
+    augmentation = Augmentation(name=config.augment, size=size, geometry=geometry_for(size, sizes), flip=flip)
+    cache = world.on_rank_zero(
+        lambda: data.plan_cache(
+            len(folder.train.files),
+            sizes,
+            config.cache,
+            augmentation=augmentation,
+            local_ranks=world.local_size,
+        )
+    )
+    workers = (
+        0 if cache.ram else (data.decoding_workers(world.local_size) if config.workers is None else config.workers)
+    )
+
+    own_optimizer = config.optimizer or "sgd"
+    json_block = raw.get("optimizer")
+    json_type = json_block.get("type") if isinstance(json_block, dict) else json_block
+    named = str(json_type or own_optimizer).lower()
+    lr = DEFAULT_LR.get(named, DEFAULT_LR["adamw"]) if config.lr is None else config.lr
+    peak = scale_lr(lr, batch_size=batch_size, scaling=config.lr_scaling)
+    weight_decay = config.weight_decay
+    if weight_decay is None:
+        weight_decay = DEFAULT_WEIGHT_DECAY.get(named, 0.0)
+    steps_per_epoch = math.ceil(len(folder.train.files) / batch_size)
+    total_steps = steps_per_epoch * config.epochs
+    warmup_epochs = config.epochs / 20 if config.warmup_epochs is None else config.warmup_epochs
+    warmup_steps = min(round(warmup_epochs * steps_per_epoch), total_steps)
+    ds = resolve_ds_config(
+        raw,
+        source=ds_source,
+        world_size=world.size,
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        has_batchnorm=models.has_batchnorm(model),
+        bf16_fast=world.on_rank_zero(lambda: bf16_is_fast(world.device)),
+        parameter_count=parameters,
+        defaults=StageDefaults(
+            batch_size=config.batch_size or DEFAULT_BATCH_SIZE,
+            batch_size_given=config.batch_size is not None,
+            lr=peak,
+            weight_decay=weight_decay,
+            momentum=config.momentum,
+            optimizer=config.optimizer,
+            total_steps=total_steps,
+            warmup_steps=warmup_steps,
+            gradient_clipping=config.gradient_clipping,
+            auto_clipping=0.0 if named == "sgd" else 1.0,
+        ),
+    )
+    assert ds.batch_size == batch_size
+    if ds.optimizer is not None:
+        weight_decay = float(ds.optimizer["params"].get("weight_decay", 0.0))
+    schedule = None
+    if ds.scheduler is None:
+        name = config.schedule or "cosine"
+        milestones = range(config.step_epochs * steps_per_epoch, total_steps, config.step_epochs * steps_per_epoch)
+        schedule = Schedule(
+            name=name,
+            peak=json_lr(ds, default=peak),
+            steps=total_steps,
+            warmup_steps=warmup_steps,
+            milestones=tuple(milestones) if name == "step" else (),
+        )
+    plan = data.StepPlan(
+        samples=len(folder.train.files),
+        micro=ds.micro_batch_size,
+        accumulation=ds.accumulation_steps,
+        world=world.size,
+    )
+    optimizer = _own_optimizer(config, ds, own_optimizer, world)
+    memory = estimate_rank_memory(
+        parameters,
+        zero_stage=ds.zero_stage,
+        world_size=world.size,
+        weight_bytes=2 if ds.precision in ("bf16", "fp16") else 4,
+        optimizer=named,
+        ema=config.ema > 0,
+    )
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    per_machine = f", {world.local_size} on this machine" if world.local_size != world.size else ""
+    rows.append(("world", f"{world.size} rank{'s' if world.size > 1 else ''} on {device}{per_machine}"))
+    rows.append(("DeepSpeed", ds_source))
+    rows += [("", f"! {note.text}" if note.kind == "warning" else note.text) for note in ds.notes]
+    rows.append(
+        (
+            "ZeRO",
+            f"stage {ds.zero_stage}; bytes per rank: parameters {bytes_text(memory.parameters)}, gradients "
+            f"{bytes_text(memory.gradients)}, optimizer states {bytes_text(memory.optimizer)}",
+        )
+    )
+    rows.append(("learning rate", _lr_text(config, ds, schedule, given=lr, batch_size=batch_size, named=named)))
+    rows.append(("epochs", f"{config.epochs} of {steps_per_epoch} steps"))
+    rows.append(("augmentation", _augmentation_text(config, augmentation)))
+    rows.append(("cache", cache.text + (f"; {workers} workers per rank" if workers else "")))
+    rows.append(("run", str(config.run_path)))
+    return TrainPlan(
+        folder=folder,
+        arch=arch,
+        model=model,
+        preprocess=preprocess,
+        augmentation=augmentation,
+        cache=cache,
+        workers=workers,
+        ds=ds,
+        plan=plan,
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        rows=rows,
+    )
+
+
+def data_path(config: TrainConfig) -> Path:
+    """Return the folder of images; the embedded digits lie beside the run."""
+    return config.run_path.parent / "data" / "digits" if config.data == "digits" else Path(config.data)
+
+
+def _find_data(config: TrainConfig) -> tuple[ImageFolder, list[tuple[int, int]], list[str]]:
+    """List the images, look at the sizes (h, w) of a sample, and collect what the user should hear of."""
+    root = data_path(config)
+    if config.data == "digits":
+        write_digits(root)
+    folder = find_images(root, seed=config.seed, val_share=config.val_share)
+    notes = list(folder.notes)
+    if len(folder.train.files) + len(folder.val.files) <= LEAK_SEARCH_LIMIT:
+        leaks = find_leaks(folder)
+        if leaks:
+            pairs = "; ".join(f"{ours} = {theirs}" for ours, theirs in leaks[:3])
+            notes.append(f"{len(leaks)} validation images also in train, byte for byte: {pairs}")
+    return folder, data.sample_sizes(folder.train), notes
+
+
+def _choose_model(config: TrainConfig, sizes: list[tuple[int, int]]) -> tuple[str, Preprocess]:
+    """Return the architecture and how it takes images: small images keep their size."""
+    longest = [max(size) for size in sizes]
+    small = bool(longest) and max(longest) <= 64
+    arch = config.model or ("cifar_resnet20" if small else "resnet50")
+    image_size = config.image_size
+    # Named weights and runs say what size they were made for; a file does not.
+    if image_size is None and small and (config.weights is None or Path(config.weights).suffix):
+        image_size = collections.Counter(longest).most_common(1)[0][0]
+    return arch, models.default_preprocess(arch, image_size=image_size, weights=config.weights)
+
+
+def _own_optimizer(config: TrainConfig, ds: DsConfig, name: str, world: World) -> OptimizerSpec | None:
+    """Return the optimizer that dsimg builds from torch, or None where DeepSpeed builds the JSON's.
+
+    SGD, Adam and AdamW of the JSON are torch's too, so that nothing has to be compiled; only offloading on a GPU
+    machine is left to DeepSpeed's CPUAdam, which is much faster there.
+    """
+    if ds.optimizer is None:
+        return OptimizerSpec(name=name, momentum=config.momentum)
+    kind = ds.optimizer["type"].lower()
+    params = dict(ds.optimizer["params"])
+    own = {"lr", "weight_decay", "momentum", "nesterov", "betas", "eps", "torch_adam", "adam_w_mode"}
+    offloaded = ds.offload_optimizer and world.device.type == "cuda"
+    if kind not in ("sgd", "adam", "adamw") or offloaded or set(params) - own:
+        return None
+    if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam decays weights as AdamW does
+        kind = "adamw"
+    betas = params.get("betas", (0.9, 0.999))
+    return OptimizerSpec(
+        name=kind,
+        momentum=float(params.get("momentum", 0.0)),
+        nesterov=bool(params.get("nesterov", False)),
+        betas=(float(betas[0]), float(betas[1])),
+        eps=float(params.get("eps", 1e-8)),
+    )
+
+
+def json_lr(ds: DsConfig, *, default: float) -> float:
+    """Return the learning rate of the JSON's optimizer, which is taken as it stands."""
+    return float(ds.optimizer["params"].get("lr", default)) if ds.optimizer is not None else default
+
+
+def _lr_text(
+    config: TrainConfig, ds: DsConfig, schedule: Schedule | None, *, given: float, batch_size: int, named: str
+) -> str:
+    if schedule is None:
+        return f"{named}; by the scheduler {ds.scheduler and ds.scheduler['type']} of the DeepSpeed JSON"
+    shape = {
+        "cosine": "cosine to 0",
+        "step": f"a tenth every {config.step_epochs} epochs",
+        "one_cycle": "one cycle",
+    }
+    text = f"{named}; peak {schedule.peak:g}"
+    if ds.optimizer is None or schedule.peak != json_lr(ds, default=math.nan) or config.lr is not None:
+        text += f" = {given:g} at batch 256, {config.lr_scaling} scaling to {batch_size}"
+    if schedule.name != "one_cycle":
+        text += f"; {schedule.warmup_steps} warm-up steps"
+    return f"{text}, then {shape[schedule.name]}" if schedule.name != "one_cycle" else f"{text}; one cycle"
+
+
+def _augmentation_text(config: TrainConfig, augmentation: Augmentation) -> str:
+    text: str = config.augment
+    if config.augment != "none":
+        text += f", {augmentation.geometry.replace('_', ' ')}, {'with' if augmentation.flip else 'no'} flip"
+    for name in ("mixup", "cutmix", "label_smoothing"):
+        if getattr(config, name) > 0:
+            text += f", {name} {getattr(config, name):g}"
+    return text

@@ -1,0 +1,81 @@
+"""`dsimg evaluate`: the same figures on any number of ranks, at any ZeRO stage, and for any order of classes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsimg.errors import DsimgError
+from dsimg.evaluate import EvaluateConfig, evaluate
+from dsimg.train import TrainConfig, train
+from tests.conftest import Launch, make_folder
+
+COUNTS = ("images", "correct", "confusion", "per_class")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on three classes."""
+    root = tmp_path_factory.mktemp("evaluate")
+    make_folder(root / "data", classes=("ant", "bee", "wasp"))
+    options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "model": "tests.nets:with_batchnorm", "augment": "none"}
+    train(TrainConfig(data=str(root / "data"), out=root / "run", **options))
+    return root
+
+
+def report(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((path / "evaluation.json").read_text())
+    return content
+
+
+def test_the_training_folder_gives_what_training_reported(trained: Path, tmp_path: Path) -> None:
+    for index, data in enumerate((None, str(trained / "data"))):
+        evaluate(EvaluateConfig(source=trained / "run", data=data, out=tmp_path / str(index)))
+        again, first = report(tmp_path / str(index)), report(trained / "run")
+        assert {key: again[key] for key in COUNTS} == {key: first[key] for key in COUNTS}
+        assert again["loss"] == pytest.approx(first["loss"], rel=1e-6)
+
+
+def test_a_class_missing_from_the_folder_shifts_no_label(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "data" / "val", tmp_path / "val")
+    shutil.rmtree(tmp_path / "val" / "bee")
+    evaluate(EvaluateConfig(source=trained / "run", data=str(tmp_path / "val"), out=tmp_path / "out"))
+    whole = {entry["class"]: entry for entry in report(trained / "run")["per_class"]}
+    part = {entry["class"]: entry for entry in report(tmp_path / "out")["per_class"]}
+    for name in ("ant", "wasp"):
+        assert (part[name]["images"], part[name]["correct"]) == (whole[name]["images"], whole[name]["correct"])
+    assert (part["bee"]["images"], part["bee"]["accuracy"]) == (0, None)
+
+
+def test_a_class_that_the_run_does_not_know_is_an_error(trained: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path / "data", classes=("ant", "hornet"))
+    with pytest.raises(DsimgError, match="hornet"):
+        evaluate(EvaluateConfig(source=trained / "run", data=str(tmp_path / "data"), out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_1003_images_on_one_two_and_three_ranks_and_at_zero_3(trained: Path, tmp_path: Path, launch: Launch) -> None:
+    root = tmp_path / "many"
+    make_folder(root, classes=("ant", "bee", "wasp"), train=1, val=334)
+    extra = sorted((root / "val" / "wasp").iterdir())[0]
+    shutil.copy(extra, extra.with_name("extra.png"))
+    reports = []
+    for ranks, config in ((1, None), (2, None), (3, None), (2, "zero3"), (3, "zero0")):
+        out = tmp_path / f"{ranks}_{config}"
+        words = ["-m", "dsimg", "evaluate", "--source", str(trained / "run"), "--data", str(root), "--out", str(out)]
+        words += ["--workers", "0", "--batch_size", "100"]
+        if config is not None:
+            fp32 = tmp_path / f"{config}.json"
+            fp32.write_text(json.dumps({"zero_optimization": {"stage": int(config[-1])}}))
+            words += ["--deepspeed_config", str(fp32)]
+        results = launch(ranks, *words)
+        assert [result.returncode for result in results] == [0] * ranks, results[0].stdout
+        reports.append(report(out))
+        assert len((out / "predictions.csv").read_text().splitlines()) == 1004
+    assert [entry["images"] for entry in reports] == [1003] * 5
+    assert sum(entry["images"] for entry in reports[0]["per_class"]) == 1003
+    for other in reports[1:]:
+        assert {key: other[key] for key in COUNTS} == {key: reports[0][key] for key in COUNTS}
+        assert other["loss"] == pytest.approx(reports[0]["loss"], rel=1e-5)
