@@ -10,8 +10,13 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[train,timm,dev]'
 	touch $@
 
-demo: $(STAMP)  ## the main job: DeepSpeed trains a classifier on real images, two CPU ranks, ZeRO-2, bf16
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" deepspeed --num_gpus 2 dsimg/train.py --deepspeed_config ds_configs/demo.json --overwrite
+# A rank for each GPU, or two on the CPU.
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+
+demo: $(STAMP)  ## the main job: DeepSpeed trains a classifier on real images, ZeRO-2, bf16
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(filter-out 0,$(GPUS)),,DS_ACCELERATOR=cpu) deepspeed --quiet --num_gpus $(RANKS) dsimg/train.py \
+		--deepspeed_config ds_configs/demo.json --epochs 12 --out runs/demo --overwrite
 
 test: $(STAMP)  ## the tests (those marked slow or gpu are run by hand)
 	$(VENV)/bin/python -m pytest

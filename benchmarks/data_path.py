@@ -20,8 +20,9 @@ from PIL import Image
 from torchvision import datasets, transforms
 
 from dsimg.augment import Augmentation
-from dsimg.data import TrainImages, decode_rgb, resize, to_input
+from dsimg.data import TrainImages, to_input
 from dsimg.folder import Split
+from dsimg.pixels import decode_rgb, resize
 from dsimg.preprocess import IMAGENET_MEAN, IMAGENET_STD, INTERPOLATIONS, Preprocess, decode
 
 BATCH = 64

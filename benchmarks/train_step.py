@@ -30,6 +30,7 @@ from dsimg.engine import Engine, OptimizerSpec, World, start_world
 from dsimg.folder import Split, find_images
 from dsimg.losses import cross_entropy
 from dsimg.meter import Meter, MetricsFile
+from dsimg.steps import StepPlan
 
 BATCH = 128
 STAGES = (0, 1, 2, 3)
@@ -73,7 +74,7 @@ def bare_torch(arch: str, world: World, *, channels_last: bool) -> Callable[[int
     """Return a function that takes steps of a one-process PyTorch loop with all threads of the machine (rank 0)."""
     model = models.build_model(arch, num_classes=10, input_size=32).to(world.device)
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     images, labels = random_batch(BATCH, world, channels_last=channels_last)
 
@@ -114,7 +115,7 @@ class WholeLoop:
         )
         augmentation = Augmentation(name="light", size=(32, 32), geometry="padded_crop")
         images = data.TrainImages(split, self.preprocess, augmentation, seed=0, ram=True)
-        plan = data.StepPlan(samples=len(images), micro=BATCH // world.size, accumulation=1, world=world.size)
+        plan = StepPlan(samples=len(images), micro=BATCH // world.size, accumulation=1, world=world.size)
         assert plan.steps == steps
         self.loader = data.TrainLoader(images, plan, rank=world.rank, prefetch=world.device.type == "cuda")
         self.file = MetricsFile(folder / "metrics.jsonl", step=0, rank=world.rank)

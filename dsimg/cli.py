@@ -149,12 +149,12 @@ def _recipe_flags(path: Path, config_type: type[Any]) -> list[str]:
         raise ConfigError(f"cannot read the recipe {path}: {error.strerror}. Give --config a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} is not TOML: {error}.") from error
-    known = [field.name for field in dataclasses.fields(config_type)]
+    known = typing.get_type_hints(config_type)
     flags: list[str] = []
     for key, value in content.items():
         if key not in known:
             raise ConfigError(f"the recipe {path} has an unknown key '{key}'{near(key, known)}")
-        if isinstance(value, bool):
+        if isinstance(value, bool) and known[key] is bool:
             flags.append(f"--{key}" if value else f"--no_{key}")
         elif isinstance(value, list):
             flags += [f"--{key}", *(str(item) for item in value)]

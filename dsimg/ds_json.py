@@ -23,10 +23,10 @@ def find_ds_config(name: str) -> Path:
     stem = path.name.removesuffix(".json")
     if path.parent == Path() and stem in shipped:
         return shipped[stem]
-    names = f"the ones that come with dsimg are {', '.join(shipped)}" if shipped else "give the path of a JSON file"
+    names = f"The ones that come with dsimg are {', '.join(shipped)}." if shipped else "Give the path of a JSON file."
     if path.is_dir():
-        raise ConfigError(f"--deepspeed_config {name} is a folder, not a file; {names}")
-    raise ConfigError(f"--deepspeed_config {name} does not exist{near(stem, shipped)}; {names}")
+        raise ConfigError(f"--deepspeed_config {name} is a folder, not a file. {names}")
+    raise ConfigError(f"--deepspeed_config {name} does not exist{near(stem, shipped)} {names}")
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:

@@ -202,7 +202,9 @@ def _unknown(path: str, key: str, known: Iterable[str]) -> str:
     elif homes:
         hint = f"; it belongs {'at the top level' if '' in homes else f'in {homes[0]}'}"
     else:
-        hint = near(key, known) or (f"; known here: {', '.join(known)}" if len(known) < 10 else "; delete it")
+        hint = near(key, known)
+        if hint == ".":
+            hint = f"; known here: {', '.join(known)}" if len(known) < 10 else "; delete it"
     return f"{path}: unknown key{hint}"
 
 
@@ -298,6 +300,8 @@ def _check_named(
     if name != kind and not (name in DEEPSPEED_OPTIMIZERS and kind.lower() == name.lower()):
         notes.append(Note(kind="changed", text=f"{block}.type {kind} is read as {name}"))
     named["type"] = name
+    if named.get("params") == "auto":
+        named["params"] = {}  # each is filled where the stage knows it
     params = named.setdefault("params", {})
     if not isinstance(params, dict):
         return  # _check_block has said so

@@ -42,6 +42,6 @@ class DeviceError(DsimgError):
 
 
 def near(name: str, choices: Iterable[str]) -> str:
-    """Return `", did you mean 'X'?"` for the closest of `choices`, or an empty string when none is close."""
+    """Return what ends a sentence on a wrong `name`: `", did you mean 'X'?"` for the nearest of `choices`, or `"."`."""
     matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
-    return f", did you mean '{matches[0]}'?" if matches else ""
+    return f", did you mean '{matches[0]}'?" if matches else "."

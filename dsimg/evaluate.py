@@ -18,6 +18,7 @@ from dsimg.folder import Split, find_labelled, read_index
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
 from dsimg.weights import read_weights, restore_weights
+from dsimg.workers import decoding_workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
     model = models.build_model(described["arch"], num_classes=len(classes), input_size=preprocess.input_size[1])
     restore_weights(model, read_weights(run.file("weights")), source=str(run.path))
     resolved, precision = _resolve(settings, model, world, config)
-    workers = data.decoding_workers(world.local_size) if config.workers is None else config.workers
+    workers = decoding_workers(world.local_size) if config.workers is None else config.workers
     rows = [
         ("run", str(run.path)),
         ("model", f"{described['arch']}: {count_text(models.count_parameters(model))} parameters, {precision}"),

@@ -97,7 +97,7 @@ class Meter:
         )
         summed: list[float] = engine.world.sum(local).tolist()
         steps = step - self._logged_step
-        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (data.step_plan).
+        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (steps.StepPlan).
         loss = summed[0] / (engine.world.size * engine.accumulation * steps)
         now = time.perf_counter()
         seconds = now - self._since

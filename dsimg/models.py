@@ -63,7 +63,7 @@ def build_model(arch: str, *, num_classes: int, input_size: int | None = None) -
     names = _torchvision_names()
     if arch not in names:
         raise ModelError(
-            f"there is no model '{arch}'{near(arch, [*names, *CIFAR_RESNETS]) or '.'} --model takes a "
+            f"there is no model '{arch}'{near(arch, [*names, *CIFAR_RESNETS])} --model takes a "
             "torchvision classifier such as resnet50, cifar_resnet20|32|44|56|110, timm:NAME or "
             "package.module:function."
         )
@@ -145,13 +145,13 @@ def _timm_cfg(arch: str) -> Any:
     timm, name = _timm(), arch.removeprefix("timm:")
     if not timm.is_model(name):
         raise ModelError(
-            f"timm has no model '{name}'{near(name, timm.list_models()) or '.'} timm.list_models() lists its names."
+            f"timm has no model '{name}'{near(name, timm.list_models())} timm.list_models() lists its names."
         )
     try:
         return timm.get_pretrained_cfg(name)
     except RuntimeError as error:
         tags = timm.list_pretrained(name.split(".")[0])
-        raise ModelError(f"timm has no weights '{name}'{near(name, tags) or '.'} It has: {', '.join(tags)}.") from error
+        raise ModelError(f"timm has no weights '{name}'{near(name, tags)} It has: {', '.join(tags)}.") from error
 
 
 def build_timm(arch: str, *, input_size: int | None, **options: Any) -> nn.Module:
@@ -184,7 +184,7 @@ def _build_user(arch: str, *, num_classes: int) -> nn.Module:
     if not callable(function):
         raise ModelError(
             f"--model {arch}: '{module_name}' has no function '{function_name}'"
-            f"{near(function_name, vars(module)) or '.'} Write package.module:function."
+            f"{near(function_name, vars(module))} Write package.module:function."
         )
     try:
         model = function(num_classes=num_classes)
@@ -218,8 +218,7 @@ def published_weights(arch: str, weights: str) -> Any:
     if owner not in ("", members.__name__) or name not in members.__members__:
         choices = list(members.__members__)
         raise ModelError(
-            f"{arch} has no weights '{weights}'{near(name, choices) or '.'} torchvision has for it: "
-            f"{', '.join(choices)}."
+            f"{arch} has no weights '{weights}'{near(name, choices)} torchvision has for it: {', '.join(choices)}."
         )
     return members[name]
 

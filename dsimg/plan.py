@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsimg import data, models
+from dsimg import models
 from dsimg.augment import Augmentation, geometry_for
+from dsimg.cache import CachePlan, plan_cache, sample_sizes
 from dsimg.console import bytes_text, count_text
 from dsimg.digits import write_digits
 from dsimg.ds_config import DsConfig, StageDefaults, resolve_ds_config
@@ -21,7 +22,9 @@ from dsimg.preprocess import Preprocess
 from dsimg.recipe import TrainConfig
 from dsimg.recompute import enable_gradient_checkpointing
 from dsimg.schedule import Schedule, scale_lr
+from dsimg.steps import StepPlan
 from dsimg.weights import load_weights
+from dsimg.workers import decoding_workers
 
 DEFAULT_BATCH_SIZE = 128
 # `--lr` when none is given, for a global batch of 256.
@@ -39,10 +42,10 @@ class TrainPlan:
     model: nn.Module
     preprocess: Preprocess
     augmentation: Augmentation
-    cache: data.CachePlan
+    cache: CachePlan
     workers: int
     ds: DsConfig
-    plan: data.StepPlan
+    plan: StepPlan
     optimizer: OptimizerSpec | None
     weight_decay: float
     schedule: Schedule | None
@@ -75,7 +78,7 @@ def plan_training(
     size = preprocess.input_size[1:]
     augmentation = Augmentation(name=config.augment, size=size, geometry=geometry_for(size, sizes), flip=flip)
     cache = world.on_rank_zero(
-        lambda: data.plan_cache(
+        lambda: plan_cache(
             len(folder.train.files),
             sizes,
             config.cache,
@@ -83,9 +86,7 @@ def plan_training(
             local_ranks=world.local_size,
         )
     )
-    workers = (
-        0 if cache.ram else (data.decoding_workers(world.local_size) if config.workers is None else config.workers)
-    )
+    workers = 0 if cache.ram else (decoding_workers(world.local_size) if config.workers is None else config.workers)
 
     own_optimizer = config.optimizer or "sgd"
     json_block = raw.get("optimizer")
@@ -135,7 +136,7 @@ def plan_training(
             warmup_steps=warmup_steps,
             milestones=tuple(milestones) if name == "step" else (),
         )
-    plan = data.StepPlan(
+    plan = StepPlan(
         samples=len(folder.train.files),
         micro=ds.micro_batch_size,
         accumulation=ds.accumulation_steps,
@@ -201,7 +202,7 @@ def _find_data(config: TrainConfig) -> tuple[ImageFolder, list[tuple[int, int]],
         if leaks:
             pairs = "; ".join(f"{ours} = {theirs}" for ours, theirs in leaks[:3])
             notes.append(f"{len(leaks)} validation images also in train, byte for byte: {pairs}")
-    return folder, data.sample_sizes(folder.train), notes
+    return folder, sample_sizes(folder.train), notes
 
 
 def _choose_model(config: TrainConfig, sizes: list[tuple[int, int]]) -> tuple[str, Preprocess]:

@@ -14,10 +14,12 @@ def scale_lr(lr: float, *, batch_size: int, scaling: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Warm-up, then cosine to zero or steps; or one cycle (up for 30 %, down to zero). Stepped once an optimizer step.
+    """Warm-up, then cosine to zero or steps; or one cycle. Stepped once an optimizer step.
 
     `peak` is the highest learning rate, `steps` counts the optimizer steps of the whole run, `warmup_steps` those of
-    the linear rise from zero, and `milestones` the steps at which the "step" schedule divides by ten.
+    the linear rise from zero, and `milestones` the steps at which the "step" schedule divides by ten. The one cycle is
+    that of torch's OneCycleLR at its defaults, without the cycled momentum: up from peak / 25 in 30 % of the steps,
+    down to peak / 250,000 in the rest, both along a cosine.
     """
 
     name: str
@@ -28,12 +30,19 @@ class Schedule:
 
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0."""
-        rise = round(0.3 * self.steps) if self.name == "one_cycle" else self.warmup_steps
-        if step < rise:
-            return self.peak * (step + 1) / rise
+        if self.name == "one_cycle":
+            start, end = self.peak / 25, self.peak / 250_000
+            top = 0.3 * self.steps - 1
+            if step <= top:
+                return _cosine(start, self.peak, step / top)
+            return _cosine(self.peak, end, (step - top) / (self.steps - 1 - top))
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
         if self.name == "step":
             return self.peak * 0.1 ** sum(step >= milestone for milestone in self.milestones)
-        done = (step - rise) / max(1, self.steps - rise)
-        if self.name == "one_cycle":
-            return self.peak * (1.0 - min(1.0, done))
-        return self.peak * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return _cosine(self.peak, 0.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    """Return the value between `start` and `end` at the share `done` of the way, along half a cosine."""
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))

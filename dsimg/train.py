@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsimg import cli, data, loop, models
+from dsimg.cache import free_memory
 from dsimg.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from dsimg.console import bytes_text
 from dsimg.ds_json import find_ds_config, read_ds_config
@@ -27,6 +28,7 @@ from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, data_path, json_lr, plan_t
 from dsimg.recipe import TrainConfig
 from dsimg.run import Run, State, write_atomically, write_json
 from dsimg.weights import save_weights
+from dsimg.workers import decoding_workers
 
 __all__ = ["TrainConfig", "train"]
 
@@ -104,7 +106,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         setup.augmentation,
         seed=config.seed,
         ram=setup.cache.ram,
-        threads=data.decoding_workers(world.local_size),
+        threads=decoding_workers(world.local_size),
     )
     bad_image_limit = math.floor(config.max_bad_images * len(images))
 
@@ -128,7 +130,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         rank=world.rank,
         world=world.size,
         workers=setup.workers,
-        cache_bytes=data.free_memory() // (8 * world.local_size),
+        cache_bytes=free_memory() // (8 * world.local_size),
         pin=cuda,
     )
     engine = Engine(

@@ -23,6 +23,8 @@ class ToyConfig:
     """Some numbers."""
     ema: bool = False
     """A switch."""
+    flip: bool | None = None
+    """A switch that may be left to the stage."""
 
 
 def toy(config: ToyConfig) -> None:
@@ -31,13 +33,13 @@ def toy(config: ToyConfig) -> None:
 
 def test_flags_have_underscores_and_win_over_the_recipe(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('image_size = 64\nema = true\nsizes = [1, 2]\nout = "a b"\n')
+    recipe.write_text('image_size = 64\nema = true\nflip = false\nsizes = [1, 2]\nout = "a b"\n')
     assert cli.parse(toy, []) == ToyConfig()
     assert cli.parse(toy, ["--config", str(recipe)]) == ToyConfig(
-        image_size=64, ema=True, sizes=(1, 2), out=Path("a b")
+        image_size=64, ema=True, flip=False, sizes=(1, 2), out=Path("a b")
     )
     assert cli.parse(toy, [f"--config={recipe}", "--image_size", "96", "--no_ema"]) == ToyConfig(
-        image_size=96, sizes=(1, 2), out=Path("a b")
+        image_size=96, flip=False, sizes=(1, 2), out=Path("a b")
     )
 
 

@@ -338,3 +338,9 @@ def test_each_shipped_file_resolves_everywhere(name: str, world: int, device: st
     assert result.precision == (f"{expected} autocast" if autocast else expected)
     assert texts(result, "warning") == []
     assert result.offload_optimizer == name.endswith("offload")
+
+
+def test_params_that_are_auto_are_filled_one_by_one() -> None:
+    result = resolve({"train_batch_size": 64, "optimizer": {"type": "AdamW", "params": "auto"}})
+    assert result.optimizer is not None
+    assert result.optimizer["params"]["lr"] == stage().lr

@@ -36,7 +36,7 @@ def test_a_bare_name_finds_the_shipped_file_and_a_path_goes_first(
 
 
 def test_a_missing_file_names_the_near_one_and_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"zero22 does not exist, did you mean 'zero2'\?; the ones .* bf16, demo"):
+    with pytest.raises(ConfigError, match=r"zero22 does not exist, did you mean 'zero2'\? The ones .* bf16, demo"):
         find_ds_config("zero22")
     with pytest.raises(ConfigError, match=r"nowhere/zero3.json does not exist, did you mean 'zero3'"):
         find_ds_config("nowhere/zero3.json")

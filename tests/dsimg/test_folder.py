@@ -284,7 +284,7 @@ def test_bad_folders_are_refused_with_the_remedy(tmp_path: Path, names: list[str
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, "flowers/a/1.jpg", "file")
     assert refused(tmp_path / "flower") == "no such folder: ROOT; check the path, did you mean 'flowers'?"
-    assert refused(tmp_path / "no/where") == "no such folder: ROOT; check the path"
+    assert refused(tmp_path / "no/where") == "no such folder: ROOT; check the path."
     assert refused(tmp_path / "file") == "ROOT is a file; give the folder that holds the class folders."
 
 

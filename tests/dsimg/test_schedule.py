@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from dsimg.schedule import Schedule, scale_lr
 
@@ -25,10 +26,20 @@ def test_steps_divide_by_ten() -> None:
     assert [schedule.at(step) for step in range(9)] == pytest.approx([1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01, 0.01])
 
 
-def test_one_cycle_peaks_at_three_tenths() -> None:
-    schedule = Schedule(name="one_cycle", peak=2.0, steps=10, warmup_steps=0)
-    rates = [schedule.at(step) for step in range(11)]
-    assert rates[2] == 2.0 == max(rates)
-    assert rates[:3] == pytest.approx([2 / 3, 4 / 3, 2.0])
-    assert rates[10] == 0.0
-    assert rates[3:] == sorted(rates[3:], reverse=True)
+@pytest.mark.parametrize("steps", [10, 100, 1173])
+def test_one_cycle_is_that_of_torch(steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=steps, cycle_momentum=False)
+    ours = Schedule(name="one_cycle", peak=2.0, steps=steps, warmup_steps=0)
+    for step in range(steps):
+        assert ours.at(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        if step < steps - 1:
+            theirs.step()
+
+
+def test_a_run_of_few_steps_has_a_schedule_too() -> None:
+    for name in ("cosine", "step", "one_cycle"):
+        for steps in (1, 2, 3):
+            schedule = Schedule(name=name, peak=1.0, steps=steps, warmup_steps=1, milestones=())
+            assert all(0 < schedule.at(step) <= 1 for step in range(steps))
