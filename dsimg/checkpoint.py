@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -58,13 +58,25 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if (path / "state.json").exists())
 
 
-def load_checkpoint(path: Path, engine: Engine) -> dict[str, Any]:
-    """Load weights, optimizer states, EMA and buffers into the engine, and return the state that was saved.
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state that a checkpoint was saved with. Raises RunError when it cannot be read."""
+    try:
+        state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise RunError(f"the checkpoint {path} is damaged: {error}. Start anew with --overwrite.") from error
+    return state
 
-    Raises RunError when the checkpoint lacks something that this engine needs.
+
+def load_checkpoint(path: Path, engine: Engine) -> None:
+    """Load weights, optimizer states, EMA and buffers into the engine.
+
+    Raises RunError when the checkpoint is damaged or lacks something that this engine needs.
     """
-    state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
-    shards: list[Any] = [safe_open(path / f"shard_{rank}.safetensors", "pt") for rank in range(state["shards"])]
+    state = read_state(path)
+    try:
+        shards: list[Any] = [safe_open(path / f"shard_{rank}.safetensors", "pt") for rank in range(state["shards"])]
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"the checkpoint {path} is damaged: {error}. Start anew with --overwrite.") from error
     pieces: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
     for index, shard in enumerate(shards):
         for key in shard.keys():  # noqa: SIM118 - it has no iterator
@@ -108,7 +120,6 @@ def load_checkpoint(path: Path, engine: Engine) -> dict[str, Any]:
             if kind == BUFFER:
                 ((_, index, key),) = found
                 buffers[name].copy_(shards[index].get_tensor(key).view_as(buffers[name]))
-    return state
 
 
 def _owned_tensors(engine: Engine) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsimg.errors import ConfigError, DeviceError, DsimgError
+from dsimg.errors import ConfigError, DeviceError, DsimgError, RunError
 
 # Without this DeepSpeed warns on every machine that has no GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -45,13 +45,18 @@ class World:
             dist.barrier()
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its value on every rank; a DsimgError of its is raised on every rank."""
+        """Run `work` on rank 0 and return its value on every rank; a DsimgError of its is raised on every rank, and an
+        OSError (a full disk, no permission) as a RunError."""
         holder: list[Any] = [None]
         if self.rank == 0:
             try:
                 holder = [work()]
             except DsimgError as error:
                 holder = [error]
+            except OSError as error:
+                holder = [
+                    RunError(f"{error.filename or 'a file'}: {error.strerror}. Mend that and give the command again.")
+                ]
         if self.size > 1:
             dist.broadcast_object_list(holder, src=0, device=self.device)
         if isinstance(holder[0], DsimgError):
@@ -266,7 +271,7 @@ class Engine:
         else:
             settings.pop("optimizer", None)
             arguments["optimizer"] = build_optimizer(optimizer, groups, lr=lr)
-        self._engine, _, _, self.json_scheduler = deepspeed.initialize(
+        self._engine, _, _, _ = deepspeed.initialize(
             model=model.to(world.device), config=settings, dist_init_required=False, **arguments
         )
         self.module: nn.Module = self._engine.module
@@ -338,6 +343,30 @@ class Engine:
             getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
             or self._engine.torch_autocast_z0_gradscaler
         )
+
+    @property
+    def optimizer_name(self) -> str:
+        """The class of the optimizer that steps the fp32 weights."""
+        return type(self._engine.basic_optimizer).__name__
+
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """Return the state of the JSON's scheduler for a checkpoint, None without one."""
+        scheduler = self._engine.lr_scheduler
+        if scheduler is None:
+            return None
+        return {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)}
+
+    def load_scheduler_state(self, state: dict[str, Any] | None) -> None:
+        """Put the JSON's scheduler, and the learning rates it set, where `scheduler_state` found them."""
+        scheduler = self._engine.lr_scheduler
+        if scheduler is None or state is None:
+            return
+        scheduler.load_state_dict(state)
+        if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's: it sets the rates of the iteration it is told
+            scheduler.step(scheduler.last_batch_iteration)
+        else:
+            for group, lr in zip(self._engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
 
     def write_monitor(self, values: Mapping[str, float], samples: int) -> None:
         """Send scalars to the monitors that the DeepSpeed JSON names (tensorboard, csv, wandb), from rank 0."""
@@ -549,6 +578,13 @@ class Engine:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell whether JSON can hold a value."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from dsimg import cli, data, loop, models
 from dsimg.cache import free_memory
-from dsimg.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
 from dsimg.console import bytes_text
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.engine import Engine, World, start_world
-from dsimg.errors import ConfigError, DataError, DeviceError
+from dsimg.errors import ConfigError, DataError, DeviceError, RunError
 from dsimg.folder import write_index
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter, MetricsFile
@@ -100,6 +101,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         context.chatter.move_to(path / "logs" / f"rank_{world.rank}.log")
     run = Run(path, None)
 
+    begun = time.perf_counter()
     images = data.TrainImages(
         setup.folder.train,
         setup.preprocess,
@@ -121,6 +123,11 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
             )
 
     keep_bad_images(images.bad)
+    if setup.cache.ram:
+        seconds = time.perf_counter() - begun
+        terminal.say(
+            f"{len(images):,} images decoded into RAM in {seconds:.1f} s, {len(images.bad)} of them unreadable"
+        )
     cuda = world.device.type == "cuda"
     loader = data.TrainLoader(images, setup.plan, rank=world.rank, workers=setup.workers, prefetch=cuda, pin=cuda)
     validation = data.EvalLoader(
@@ -142,12 +149,27 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         world=world,
         ema_decay=config.ema,
     )
+    # What a DeepSpeed JSON may not change between a stop and a resume.
+    same = {
+        "batch_size": setup.plan.batch_size,
+        "images": len(images),
+        "optimizer": engine.optimizer_name,
+        "scheduler_type": setup.ds.scheduler and setup.ds.scheduler["type"],
+    }
     start_epoch, step = 0, 0
     saved = world.on_rank_zero(lambda: checkpoints(path / "checkpoints"))
     if saved:
-        state = load_checkpoint(saved[-1], engine)
+        state = read_state(saved[-1])
+        changed = [f"{key} was {state[key]}, now {value}" for key, value in same.items() if state[key] != value]
+        if changed:
+            raise RunError(
+                f"{path} cannot go on: {'; '.join(changed)}. Give the DeepSpeed JSON it was started with, or "
+                "--overwrite."
+            )
+        load_checkpoint(saved[-1], engine)
         start_epoch, step = state["epoch"], state["step"]
         engine.skipped_steps = state["skipped_steps"]
+        engine.load_scheduler_state(state["scheduler"])
         terminal.say(f"resuming after epoch {start_epoch}, step {step}, from {saved[-1]}")
     # Dropout and stochastic depth: another stream on each rank, the same in every run.
     torch.manual_seed(config.seed * 1_000_003 + 7919 * start_epoch + world.rank + 1)
@@ -188,8 +210,8 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
                 terminal.say(f"epoch {epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
         engine.pool_batchnorm()
         keep_bad_images(loader.bad)
-        state = {"step": step, "epoch": epoch, "skipped_steps": engine.skipped_steps}
-        save_checkpoint(path / "checkpoints", engine, state)
+        state = {"step": step, "epoch": epoch, "skipped_steps": engine.skipped_steps, **same}
+        save_checkpoint(path / "checkpoints", engine, {**state, "scheduler": engine.scheduler_state()})
 
     loop.fit(
         engine,

@@ -130,10 +130,7 @@ def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(
     # As if killed in the second epoch: the checkpoint of the first is there, and a line that is half written.
     stopped = tmp_path / "stopped"
     half = TrainConfig(data=str(small_folder), out=stopped, log_steps=1, **FAST)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsimg.train.loop.fit", _fit_one_epoch)
-        with pytest.raises(KeyboardInterrupt):
-            train(half)
+    stop_after_one_epoch(half)
     assert not (stopped / "run.json").exists()
     with (stopped / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "train", "step": 3, "loss": 9}\n{"kind": "tr')
@@ -142,6 +139,14 @@ def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(
     assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4]
     assert [line["loss"] for line in metrics(stopped)] == [line["loss"] for line in whole]
     assert (stopped / "weights.safetensors").read_bytes() == (tmp_path / "run" / "weights.safetensors").read_bytes()
+
+
+def stop_after_one_epoch(config: TrainConfig) -> None:
+    """Train as if the process ended in the second epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dsimg.train.loop.fit", _fit_one_epoch)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
 
 
 def _fit_one_epoch(*arguments: Any, epochs: int, **options: Any) -> None:
@@ -394,3 +399,65 @@ def test_out_of_memory_says_what_was_taken_and_three_things_to_change(
         train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST))
     for part in ("3.0 GiB of its 4.0 GiB", "train_micro_batch_size_per_gpu", "--gradient_checkpointing", "zero3"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+    ],
+)
+def test_a_scheduler_of_the_json_goes_on_where_it_was(
+    small_folder: Path, tmp_path: Path, scheduler: dict[str, Any]
+) -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler})
+    )
+    options = {**FAST, "lr": None, "deepspeed_config": str(tmp_path / "ds.json"), "log_steps": 1}
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "whole", **options))
+    half = TrainConfig(data=str(small_folder), out=tmp_path / "half", **options)
+    stop_after_one_epoch(half)
+    train(half)
+    whole, resumed = ([(line["lr"], line["loss"]) for line in metrics(tmp_path / name)] for name in ("whole", "half"))
+    assert resumed == whole
+    assert len({lr for lr, _ in whole}) > 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"train_batch_size": 4}, "batch_size was 8, now 4"),
+        (
+            {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+            "optimizer was SGD, now AdamW",
+        ),
+    ],
+)
+def test_a_json_that_changes_what_is_learned_is_refused_on_resume(
+    small_folder: Path, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    options = {**FAST, "batch_size": None, "deepspeed_config": str(tmp_path / "ds.json")}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8}))
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **options)
+    stop_after_one_epoch(config)
+    (tmp_path / "ds.json").write_text(json.dumps(other))
+    with pytest.raises(DsimgError, match=message):
+        train(config)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").exists()
+
+
+def test_a_damaged_checkpoint_is_named(small_folder: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST)
+    stop_after_one_epoch(config)
+    shard = tmp_path / "run" / "checkpoints" / "step_00000002" / "shard_0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(DsimgError, match=r"the checkpoint .*step_00000002 is damaged"):
+        train(config)
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(small_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DsimgError, match=r"file"):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "file" / "run", **FAST))
