@@ -10,9 +10,9 @@ $(STAMP): pyproject.toml
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[train,timm,dev]'
 	touch $@
 
-# A rank for each GPU, or two on the CPU.
+# Two ranks: on two GPUs, or on the CPU where there is none. A single GPU takes one.
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
-RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 
 demo: $(STAMP)  ## the main job: DeepSpeed trains a classifier on real images, ZeRO-2, bf16
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(if $(filter-out 0,$(GPUS)),,DS_ACCELERATOR=cpu) deepspeed --quiet --num_gpus $(RANKS) dsimg/train.py \

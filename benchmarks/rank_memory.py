@@ -15,8 +15,10 @@ from torch import nn
 from dsimg import models
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.engine import Engine, OptimizerSpec, World, start_world
+from dsimg.engine import Engine
 from dsimg.memory import RankMemory, estimate_rank_memory
+from dsimg.optimizers import OptimizerSpec
+from dsimg.world import World, start_world
 
 
 def measure(arch: str, image_size: int, stage: int, precision: str, world: World) -> tuple[RankMemory, dict[str, int]]:

@@ -3,7 +3,8 @@
     deepspeed --quiet --num_gpus 2 benchmarks/train_step.py --data DIR [--model cifar_resnet20 --model resnet18]
 
 DIR holds class folders of 32 x 32 images (CIFAR-10's train/). The bare loops train on one random channels_last batch
-that is already in memory, without logging, augmentation or a learning-rate schedule. dsimg's loop decodes nothing (the
+that is already in memory, without logging, augmentation or a learning-rate schedule; like dsimg, without DeepSpeed's
+shared-memory operator, which would have to be compiled. dsimg's loop decodes nothing (the
 images are in RAM), but picks, crops, flips, normalises, counts, agrees with the other ranks and writes metrics.jsonl.
 Each round runs all of them for the same number of steps; the figures are medians over rounds, of ratios within a round.
 """
@@ -26,29 +27,43 @@ from torch import nn
 from dsimg import data, loop, models
 from dsimg.augment import Augmentation
 from dsimg.console import Terminal
-from dsimg.engine import Engine, OptimizerSpec, World, start_world
+from dsimg.ds_config import StageDefaults, resolve_ds_config
+from dsimg.ds_json import find_ds_config, read_ds_config
+from dsimg.engine import Engine
 from dsimg.folder import Split, find_images
 from dsimg.losses import cross_entropy
 from dsimg.meter import Meter, MetricsFile
+from dsimg.optimizers import OptimizerSpec
 from dsimg.steps import StepPlan
+from dsimg.world import World, bf16_is_fast, start_world
 
 BATCH = 128
 STAGES = (0, 1, 2, 3)
 
 
-def ds_config(stage: int, world: World) -> dict[str, Any]:
-    """Return what ds_configs/zeroN.json resolves to, in fp32."""
-    zero: dict[str, Any] = {"stage": stage}
-    if stage:
-        zero |= {"reduce_bucket_size": 25_000_000, "allgather_bucket_size": 25_000_000}
-    return {
-        "train_batch_size": BATCH,
-        "train_micro_batch_size_per_gpu": BATCH // world.size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-    }
+def ds_config(stage: int, world: World, model: nn.Module) -> dict[str, Any]:
+    """Return what the shipped zeroN.json becomes for this model, these ranks and this device."""
+    source = find_ds_config(f"zero{stage}")
+    defaults = StageDefaults(
+        batch_size=BATCH,
+        lr=0.01,
+        weight_decay=5e-4,
+        momentum=0.9,
+        optimizer="sgd",
+        total_steps=1000,
+        warmup_steps=0,
+        gradient_clipping=0.0,
+    )
+    return resolve_ds_config(
+        read_ds_config(source),
+        source=str(source),
+        world_size=world.size,
+        device="cuda" if world.device.type == "cuda" else "cpu",
+        has_batchnorm=True,
+        bf16_fast=bf16_is_fast(world.device),
+        parameter_count=models.count_parameters(model),
+        defaults=defaults,
+    ).config
 
 
 def bare_deepspeed(arch: str, stage: int, world: World) -> Callable[[int], None]:
@@ -56,7 +71,10 @@ def bare_deepspeed(arch: str, stage: int, world: World) -> Callable[[int], None]
     model = models.build_model(arch, num_classes=10, input_size=32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     engine, _, _, _ = deepspeed.initialize(
-        model=model.to(world.device), optimizer=optimizer, config=ds_config(stage, world), dist_init_required=False
+        model=model.to(world.device),
+        optimizer=optimizer,
+        config=ds_config(stage, world, model),
+        dist_init_required=False,
     )
     images, labels = random_batch(BATCH // world.size, world)
 
@@ -107,7 +125,7 @@ class WholeLoop:
         self.preprocess = models.default_preprocess("cifar_resnet20", image_size=32)
         self.engine = Engine(
             model,
-            config=ds_config(stage, world),
+            config=ds_config(stage, world, model),
             groups=models.parameter_groups(model, 5e-4),
             optimizer=OptimizerSpec(name="sgd"),
             lr=0.01,

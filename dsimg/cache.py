@@ -21,10 +21,9 @@ _SAMPLED_HEADERS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Whether decoded images are kept in RAM, the bytes they take in each rank, and a line saying so."""
+    """Whether decoded images are kept in RAM, and a line saying so."""
 
     ram: bool
-    bytes: int
     text: str
 
 
@@ -87,15 +86,15 @@ def plan_cache(
         )
     small, fits = pixels <= 2 * target, size * local_ranks <= _CACHE_SHARE * free
     if mode == "ram" or (mode == "auto" and small and fits):
-        return CachePlan(ram=True, bytes=size, text=f"in RAM: {need} of {gigabytes(free)} free")
+        return CachePlan(ram=True, text=f"in RAM: {need} of {gigabytes(free)} free")
     if mode == "none":
-        return CachePlan(ram=False, bytes=0, text="none, decoded by the workers every epoch")
+        return CachePlan(ram=False, text="none, decoded by the workers every epoch")
     why = (
         f"{need}, over a quarter of the {gigabytes(free)} free"
         if small
         else "the images are much larger than the model's input"
     )
-    return CachePlan(ram=False, bytes=0, text=f"none, decoded by the workers every epoch: {why}")
+    return CachePlan(ram=False, text=f"none, decoded by the workers every epoch: {why}")
 
 
 def gigabytes(size: float) -> str:

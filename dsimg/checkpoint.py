@@ -33,13 +33,19 @@ def save_checkpoint(folder: Path, engine: Engine, state: dict[str, Any]) -> Path
     final = folder / f"step_{state['step']:08d}"
     temporary = folder / f".{final.name}.tmp"
     if world.rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left_over in folder.glob(".step_*.tmp"):
+            shutil.rmtree(left_over)
         temporary.mkdir(parents=True)
     world.barrier()
     shard = temporary / f"shard_{world.rank}.safetensors"
-    save_file(_owned_tensors(engine), shard)
-    with shard.open("rb") as stream:
-        os.fsync(stream.fileno())
+    try:
+        save_file(_owned_tensors(engine), shard)
+        with shard.open("rb") as stream:
+            os.fsync(stream.fileno())
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"cannot save {shard}: {error}. The checkpoint before it is untouched; free some space."
+        ) from error
     world.barrier()
     if world.rank == 0:
         write_json(temporary / "state.json", {**state, "shards": world.size, "scalars": _scalars(engine)})
@@ -115,7 +121,7 @@ def load_checkpoint(path: Path, engine: Engine) -> None:
             if averages:
                 fill(fragment, EMA, fragment.view(averages[position[id(fragment.owner)]]))
         engine.refresh()
-        buffers = dict(engine.module.named_buffers())
+        buffers = engine.buffers()
         for (kind, name), found in pieces.items():
             if kind == BUFFER:
                 ((_, index, key),) = found
@@ -139,7 +145,7 @@ def _owned_tensors(engine: Engine) -> dict[str, Tensor]:
         for kind, value in kinds.items():
             tensors[f"{kind}:{fragment.start}:{fragment.name}"] = fragment.view(value).cpu().clone()
     if engine.world.rank == 0:
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in engine.buffers().items():
             tensors[f"{BUFFER}:0:{name}"] = buffer.detach().cpu().reshape(-1).clone()
     return tensors
 

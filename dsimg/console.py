@@ -7,7 +7,6 @@ a log file per rank instead (see `Chatter`).
 import contextlib
 import io
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -183,8 +182,3 @@ def duration_text(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def plain(text: str) -> str:
-    """Return `text` without terminal escapes."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

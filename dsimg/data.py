@@ -39,9 +39,7 @@ class Batch:
     ids: NDArray[np.int64]  # (N,) sample ids
     weights: Tensor  # (N,) float32: the loss is sum(weights * losses), see StepPlan
     partner: NDArray[np.int64]  # (N,) for augment.mix
-    step: int  # optimizer step in the epoch
     boundary: bool  # the last micro-batch of its optimizer step
-    bad: list[Bad]  # files found unusable here for the first time, each replaced by one of its class
 
 
 class TrainImages:
@@ -202,7 +200,6 @@ class TrainLoader:
         *,
         rank: int = 0,
         workers: int = 0,
-        shuffle: bool = True,
         prefetch: bool = True,
         pin: bool = False,
     ) -> None:
@@ -210,8 +207,7 @@ class TrainLoader:
         self.images = images
         self.plan = plan
         self.bad: dict[str, str] = dict(images.bad)
-        self._unreported: list[Bad] = list(images.bad.items())
-        self._rank, self._shuffle, self._prefetch, self._pin = rank, shuffle, prefetch, pin
+        self._rank, self._prefetch, self._pin = rank, prefetch, pin
         self._keys = Keys()
         self._pool: Pool | None = None
         if workers and not images.in_ram:
@@ -226,18 +222,13 @@ class TrainLoader:
             )
 
     @property
-    def split(self) -> Split:
-        """The split that the batches come from."""
-        return self.images.split
-
-    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in an epoch, the shorter last one included."""
         return self.plan.steps
 
     def epoch(self, epoch: int, *, start_step: int = 0) -> Generator[Batch]:
         """Yield the epoch's micro-batches from an optimizer step on. Raises DataError, DeviceError."""
-        order = epoch_order(self.plan.samples, seed=self.images.seed, epoch=epoch, shuffle=self._shuffle)
+        order = epoch_order(self.plan.samples, seed=self.images.seed, epoch=epoch)
         blocks = list(self.plan.blocks(self._rank, start_step=start_step))
         keys = ((epoch, order[block.positions]) for block in blocks)
         results: Iterator[tuple[Tensor, list[Bad]]]
@@ -250,6 +241,7 @@ class TrainLoader:
                 results = prefetched(results)
         for block in blocks:
             images, bad = next(results)
+            self.bad.update(bad)
             ids = order[block.positions]
             yield Batch(
                 images=images.permute(0, 3, 1, 2),
@@ -257,9 +249,7 @@ class TrainLoader:
                 ids=ids,
                 weights=torch.from_numpy(block.weights),
                 partner=block.partner,
-                step=block.step,
                 boundary=block.boundary,
-                bad=self._new(bad),
             )
 
     def close(self) -> None:
@@ -272,14 +262,6 @@ class TrainLoader:
         images, bad = self.images.batch(key[1], epoch=key[0])
         images = images.permute(0, 2, 3, 1)
         return (images.pin_memory() if self._pin else images), bad
-
-    def _new(self, bad: list[Bad]) -> list[Bad]:
-        new, self._unreported = self._unreported, []
-        for file, reason in bad:
-            if file not in self.bad:
-                self.bad[file] = reason
-                new.append((file, reason))
-        return new
 
 
 class _TrainJob:

@@ -4,7 +4,8 @@ The JSON owns batch sizes, precision, ZeRO, clipping and communication. DeepSpee
 BatchNorm in its own bf16; here the first is filled in from the stage, and the second translated, with a note.
 """
 
-from collections.abc import Mapping
+import importlib.util
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,12 @@ from dsimg.ds_lint import Note, checked_config, enabled, show, zero_stage
 from dsimg.ds_precision import choose_precision
 from dsimg.errors import ConfigError
 
+# DeepSpeed's monitors that need a package: the module it imports, and what pip calls it.
+MONITORS = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "'comet_ml>=3.41'"),
+}
 # Below this, what ZeRO-3 and offloading save is small beside what they cost in every step.
 SMALL_MODEL = 1_000_000_000
 
@@ -76,13 +83,8 @@ class DsConfig:
 
     @property
     def offload_optimizer(self) -> bool:
-        """Whether optimizer states live in CPU memory or on NVMe."""
+        """Whether optimizer states live in CPU memory."""
         return _offloads(self.config, "offload_optimizer")
-
-    @property
-    def offload_param(self) -> bool:
-        """Whether parameters live in CPU memory or on NVMe."""
-        return _offloads(self.config, "offload_param")
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
@@ -95,6 +97,10 @@ class DsConfig:
         return self.config.get("scheduler")
 
 
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
 def resolve_ds_config(
     raw: Mapping[str, Any],
     *,
@@ -105,16 +111,20 @@ def resolve_ds_config(
     bf16_fast: bool,
     parameter_count: int | None,
     defaults: StageDefaults,
+    installed: Callable[[str], bool] = _is_installed,
 ) -> DsConfig:
     """Turn a JSON as read into the one DeepSpeed gets, with a note for all that is filled or changed.
 
     `bf16_fast`: whether the device computes in bf16 natively (CUDA from Ampere on, a CPU with AVX512-BF16).
     `parameter_count`: parameters of the model, None where not known yet.
-    Raises ConfigError as `lint_ds_config` does, and for what this device or world cannot do.
+    `installed`: whether a Python module can be imported here.
+    Raises ConfigError as `lint_ds_config` does, for what this device or world cannot do, and for a monitor whose
+    package is missing.
     """
     config, notes = checked_config(
         raw, source=source, optimizer=defaults.optimizer, gradient_clipping=defaults.gradient_clipping
     )
+    _check_monitors(config, source=source, installed=installed)
     sizes = batch_sizes(
         config,
         source=source,
@@ -144,13 +154,24 @@ def resolve_ds_config(
     _settle_optimizer(config, defaults, notes, device=device, source=source)
     _settle_offload(config, notes, world_size=world_size, device=device, parameter_count=parameter_count)
     _settle_zeropp(config, notes, world_size=world_size, device=device, source=source)
+    _settle_promises(config, notes)
     _remark(config, notes)
     notes = sorted([*plan, *notes], key=lambda note: note.kind != "plan")
     return DsConfig(config=config, notes=tuple(notes))
 
 
 def _offloads(config: dict[str, Any], block: str) -> bool:
-    return config.get("zero_optimization", {}).get(block, {}).get("device", "none") in ("cpu", "nvme")
+    return bool(config.get("zero_optimization", {}).get(block, {}).get("device") == "cpu")
+
+
+def _check_monitors(config: dict[str, Any], *, source: str, installed: Callable[[str], bool]) -> None:
+    missing = [key for key, (module, _) in MONITORS.items() if enabled(config, key) is True and not installed(module)]
+    if missing:
+        verb, package = ("is", "its package is") if len(missing) == 1 else ("are", "their packages are")
+        raise ConfigError(
+            f"{source}: {', '.join(missing)} {verb} enabled and {package} not installed; "
+            f"pip install {' '.join(MONITORS[key][1] for key in missing)}, or disable what is not wanted"
+        )
 
 
 def _fill_batch(config: dict[str, Any], sizes: BatchSizes, filled: dict[str, Any]) -> Note:
@@ -339,17 +360,25 @@ def _settle_zeropp(config: dict[str, Any], notes: list[Note], *, world_size: int
         notes.append(Note(kind="warning", text=text))
 
 
+def _settle_promises(config: dict[str, Any], notes: list[Note]) -> None:
+    """Turn on what dsimg's own training loop relies on, where the file turns it off."""
+    for block, key, why in (
+        ("", "managed_gradient_accumulation", "dsimg itself says where a step ends"),
+        ("zero_optimization", "compute_grad_norm", "the norm is shown, and tells which steps are not finite"),
+        ("bf16", "check_grad_overflow", "a step whose gradient is not finite is to be skipped"),
+    ):
+        values = config.get(block, {}) if block else config
+        if values.get(key) is False:
+            values[key] = True
+            text = f"{f'{block}.' if block else ''}{key}: false is set to true: {why}"
+            notes.append(Note(kind="changed", text=text))
+
+
 def _remark(config: dict[str, Any], notes: list[Note]) -> None:
     """What is right and still deserves a word."""
     if "activation_checkpointing" in config:
         text = "activation_checkpointing has no effect, it needs a model that calls it; "
         text += "--gradient_checkpointing does what is meant"
-        notes.append(Note(kind="fact", text=text))
-    fp16 = config.get("fp16", {})
-    power = fp16.get("initial_scale_power", 16)
-    if power > 20 and fp16.get("loss_scale", 0) == 0:
-        text = f"fp16: initial_scale_power {power} starts the loss scale at 2^{power}, so the first steps "
-        text += "will be skipped, until it has fallen to about 2^16 (the default)"
         notes.append(Note(kind="fact", text=text))
     slow = [key for key in ("wall_clock_breakdown", "memory_breakdown") if config.get(key) is True]
     slow += [key for key in ("flops_profiler", "comms_logger") if enabled(config, key) is True]
@@ -357,7 +386,7 @@ def _remark(config: dict[str, Any], notes: list[Note]) -> None:
         notes.append(Note(kind="fact", text=f"{', '.join(slow)}: profiling slows the run"))
     monitors = {
         key: config[key].get("output_path") or "its default place"
-        for key in ("tensorboard", "csv_monitor", "wandb", "comet")
+        for key in ("csv_monitor", *MONITORS)
         if enabled(config, key) is True
     }
     if monitors:

@@ -166,6 +166,8 @@ REMOVED: dict[str, str] = {
     "zero_optimization.mics_shard_size": "removed from DeepSpeed 0.19; see zero_hpz_partition_size",
     "zero_optimization.mics_hierarchical_params_gather": "removed from DeepSpeed 0.19; delete the key",
     "zero_optimization.zeropp_loco_param": "removed from DeepSpeed 0.19; delete the key",
+    "zero_optimization.aio": "its place is the top level, but it is for NVMe, where dsimg cannot offload to; "
+    "delete the block",
     "session_params": "DeepSpeed's help text shows this wrapper, but DeepSpeed ignores it; move what it "
     "holds to the top level",
     "tensor_parallel": "dsimg trains data-parallel only; delete the block",
@@ -182,6 +184,7 @@ IDLE: dict[str, str] = {
     "vocabulary_size": "an image classifier has none",
     "weight_quantization": "it is for inference",
     "datastates_ckpt": "dsimg writes its own checkpoints",
+    "aio": "it is for NVMe, where dsimg cannot offload to",
     "autotuning": "it needs the `deepspeed --autotuning` launcher",
 }
 SYNONYMS = {

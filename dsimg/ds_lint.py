@@ -146,9 +146,6 @@ def _modernise_zero(config: dict[str, Any], zero: dict[str, Any], problems: list
     def changed(text: str) -> None:
         notes.append(Note(kind="changed", text=f"zero_optimization.{text}"))
 
-    if "aio" in zero and "aio" not in config:
-        config["aio"] = zero.pop("aio")
-        changed("aio belongs at the top level; moved there")
     pin = zero.pop("cpu_offload_use_pin_memory", None)
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if old not in zero:
@@ -333,9 +330,11 @@ def _check_together(config: dict[str, Any], problems: list[str]) -> None:
         problems.append(f"zero_optimization.stage is {show(stage)}: it must be 0, 1, 2 or 3")
     for block in ("offload_optimizer", "offload_param"):
         offload = zero.get(block)
-        if isinstance(offload, dict) and offload.get("device") == "nvme" and not offload.get("nvme_path"):
+        if isinstance(offload, dict) and offload.get("device") == "nvme":
+            path = "" if offload.get("nvme_path") else " (and nvme_path is missing)"
             problems.append(
-                f'zero_optimization.{block}: device is nvme and nvme_path is missing; add "nvme_path": "/a/fast/disk"'
+                f"zero_optimization.{block}: device is nvme{path}, and dsimg's checkpoints cannot read states "
+                'that are swapped to NVMe; write "device": "cpu"'
             )
 
 

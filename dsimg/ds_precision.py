@@ -4,6 +4,8 @@ from typing import Any
 
 from dsimg.ds_lint import Note, enabled, zero_stage
 
+_UNSCALED = "at ZeRO stage 0 DeepSpeed divides fp16 gradients by a loss scale that the loss was never multiplied by"
+
 
 def choose_precision(
     config: dict[str, Any], notes: list[Note], *, device: str, has_batchnorm: bool, bf16_fast: bool
@@ -34,10 +36,16 @@ def choose_precision(
     if mode == "bf16" and not bf16_fast:
         remedy = "fp16 is faster here" if device == "cuda" else "fp32 is faster here"
         notes.append(Note(kind="warning", text=f"bf16 is emulated on this device and slow; {remedy}"))
-    reason = _why_autocast(config, mode, device, has_batchnorm)
     block = {**blocks[mode], "enabled": True}
+    power = block.get("initial_scale_power", "auto")
+    huge = mode == "fp16" and power != "auto" and power > 20 and block.get("loss_scale", 0) in (0, "auto")
+    reason = _why_autocast(config, mode, device, has_batchnorm)
     if reason is None:
         config[mode] = block
+        if huge:
+            text = f"fp16: initial_scale_power {power} starts the loss scale at 2^{power}, so the first steps "
+            text += "will be skipped, until it has fallen to about 2^16 (the default)"
+            notes.append(Note(kind="fact", text=text))
         return Note(kind="plan", text=f"precision: {mode} ({why})")
     dtype = "bfloat16" if mode == "bf16" else "float16"
     config["torch_autocast"] = {"enabled": True, "dtype": dtype}
@@ -45,9 +53,15 @@ def choose_precision(
     if wanted[mode] == "auto":
         why += f"; in this form as {reason}"
     if wanted[mode] is True or lost:
-        tail = f" ({', '.join(lost)} dropped: autocast has its own loss scaler)" if lost else ""
+        instead = "autocast has its own loss scaler" if mode == "fp16" else "autocast has no such key"
+        tail = f" ({', '.join(lost)} dropped: {instead})" if lost else ""
         text = f"{mode} is run as torch_autocast {dtype} with weights in fp32: {reason}{tail}"
-        notes.append(Note(kind="changed", text=text))
+        # An ordinary fp16 file at stage 0 asks for nothing wrong, and gets the fp16 that it means: a line of the plan.
+        notes.append(Note(kind="plan" if reason == _UNSCALED else "changed", text=text))
+    if huge:
+        text = f"fp16: initial_scale_power {power} is not used, as autocast's loss scale starts at 2^16; where "
+        text += "DeepSpeed's own fp16 takes it the first steps will be skipped"
+        notes.append(Note(kind="fact", text=text))
     _drop_for_autocast(config, dtype, notes)
     return Note(kind="plan", text=f"precision: {mode} autocast, weights in fp32 ({why})")
 
@@ -62,10 +76,14 @@ def _why_autocast(config: dict[str, Any], mode: str, device: str, has_batchnorm:
         return f"DeepSpeed casts BatchNorm's weights to {mode} but not its running statistics, which fails"
     if mode == "fp16" and device == "cpu":
         return "DeepSpeed has no fp16 on CPU"
+    if mode == "fp16" and zero_stage(config) == 0:
+        # The engine's backward (0.19.8) scales for a ZeROOptimizer and for autocast's GradScaler. FP16_Optimizer and
+        # FP16_UnfusedOptimizer, which stage 0 has, are neither, and divide by the scale all the same.
+        return _UNSCALED
     types = config.get("data_types", {})
-    if zero_stage(config) == 0 and types.get("grad_accum_dtype", mode) not in (mode, "auto"):
+    if zero_stage(config) == 0 and types.get("grad_accum_dtype", "bf16") not in ("bf16", "auto"):
         if config["gradient_accumulation_steps"] > 1:
-            return f"DeepSpeed cannot accumulate {mode} gradients in fp32 at ZeRO stage 0"
+            return "DeepSpeed cannot accumulate bf16 gradients in fp32 at ZeRO stage 0"
         # The engine raises "unsupported mix" all the same, though one micro batch a step accumulates nothing.
         del types["grad_accum_dtype"]
     return None

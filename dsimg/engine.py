@@ -1,153 +1,21 @@
-"""The DeepSpeed engine of one model: with `checkpoint.py`, the only place that touches deepspeed.
+"""The DeepSpeed engine of one model: with `world.py`, the only place that touches deepspeed.
 
 What the rest of dsimg sees is the same at every ZeRO stage and precision: `forward`, `backward`, `step` with the true
 gradient norm, and the fp32 weights as `Fragment`s, the pieces of each named parameter that this rank's optimizer owns.
 """
 
 import math
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from dsimg.errors import ConfigError, DeviceError, DsimgError, RunError
-
-# Without this DeepSpeed warns on every machine that has no GPU.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+from typing import Any
 
 import deepspeed
+import torch
+from torch import Tensor, nn
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class World:
-    """Who this process is among the ranks, and the device it computes on."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.size > 1:
-            dist.barrier()
-
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its value on every rank; a DsimgError of its is raised on every rank, and an
-        OSError (a full disk, no permission) as a RunError."""
-        holder: list[Any] = [None]
-        if self.rank == 0:
-            try:
-                holder = [work()]
-            except DsimgError as error:
-                holder = [error]
-            except OSError as error:
-                holder = [
-                    RunError(f"{error.filename or 'a file'}: {error.strerror}. Mend that and give the command again.")
-                ]
-        if self.size > 1:
-            dist.broadcast_object_list(holder, src=0, device=self.device)
-        if isinstance(holder[0], DsimgError):
-            raise holder[0]
-        value: T = holder[0]
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, in rank order, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of a tensor on `device` (in place)."""
-        if self.size > 1:
-            dist.all_reduce(values)
-        return values
-
-
-def start_world() -> World:
-    """Join the process group of the launcher, or make one of a single rank.
-
-    Raises DeviceError when more ranks than GPUs are asked for on this machine.
-    """
-    defaults = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    local_rank = int(os.environ["LOCAL_RANK"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
-    cuda = torch.cuda.is_available()
-    if cuda:
-        if local_rank >= torch.cuda.device_count():
-            raise DeviceError(
-                f"{local_size} ranks were started on this machine, which has {torch.cuda.device_count()} GPU(s). "
-                f"Start at most one rank per GPU: deepspeed --num_gpus {torch.cuda.device_count()} …"
-            )
-        torch.cuda.set_device(local_rank)
-    if "OMP_NUM_THREADS" not in os.environ:
-        # Ranks on one machine would each take all its cores.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
-    if not dist.is_initialized():
-        _forbid_shared_memory_operator()
-        try:
-            deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, verbose=False)
-        except dist.DistNetworkError as error:
-            raise DeviceError(
-                f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_reason(error)}. "
-                "If another run uses that port, give this one its own: deepspeed --master_port 29501 …"
-            ) from error
-    return World(
-        rank=dist.get_rank(),
-        size=dist.get_world_size(),
-        local_rank=local_rank,
-        local_size=local_size,
-        device=torch.device("cuda", local_rank) if cuda else torch.device("cpu"),
-    )
-
-
-def _reason(error: Exception) -> str:
-    """Return the last clause of a c10d message, which says why."""
-    return str(error).split("message: ")[-1].splitlines()[0].strip(" .")
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
-def bf16_is_fast(device: torch.device) -> bool:
-    """Tell whether the device computes in bf16 natively: CUDA from Ampere on, a CPU with AVX512-BF16 or AMX."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def _forbid_shared_memory_operator() -> None:
-    """Keep DeepSpeed from compiling `deepspeed_shm_comm` with g++ at the first start of several CPU ranks.
-
-    It takes about a minute, needs a compiler, and gloo does the same work.
-    """
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+from dsimg.optimizers import OptimizerSpec, build_optimizer
+from dsimg.world import World
 
 
 def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:
@@ -186,33 +54,7 @@ def _input_dtype(engine: Any) -> torch.dtype:
     return torch.float16 if engine.fp16_enabled() else torch.float32
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """An optimizer that dsimg builds itself, from torch (or timm for LAMB)."""
-
-    name: str  # sgd, adamw, adam, lamb
-    momentum: float = 0.9
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    nesterov: bool = True
-
-
-def build_optimizer(spec: OptimizerSpec, groups: Sequence[Mapping[str, Any]], *, lr: float) -> torch.optim.Optimizer:
-    """Build the optimizer over parameter groups that carry their own weight decay."""
-    parameters: Any = [dict(group) for group in groups]
-    if spec.name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=spec.momentum, nesterov=spec.nesterov and spec.momentum > 0)
-    if spec.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=spec.betas, eps=spec.eps)
-    if spec.name == "adam":
-        return torch.optim.Adam(parameters, lr=lr, betas=spec.betas, eps=spec.eps)
-    assert spec.name == "lamb"
-    try:
-        from timm.optim.lamb import Lamb
-    except ImportError as error:
-        raise ConfigError("the optimizer lamb needs timm: pip install 'dsimg[timm]'") from error
-    optimizer: torch.optim.Optimizer = Lamb(parameters, lr=lr, betas=spec.betas, eps=spec.eps)
-    return optimizer
+SCALE_GROWTH_STEPS = 2000  # GradScaler's own growth_interval
 
 
 @dataclass(frozen=True)
@@ -265,6 +107,9 @@ class Engine:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
         _forget_autocast()
         settings = dict(config)
+        clipping = float(config["gradient_clipping"])
+        if self.zero_stage == 0 and not any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16")):
+            settings["gradient_clipping"] = 0.0  # see `_plain_step`
         arguments: dict[str, Any] = {}
         if optimizer is None:
             arguments["model_parameters"] = [dict(group) for group in groups]
@@ -276,8 +121,22 @@ class Engine:
         )
         self.module: nn.Module = self._engine.module
         self._input_dtype = _input_dtype(self._engine)
+        optimizer_in_use = self._engine.optimizer
+        # ZeRO 0 with fp32 weights has no wrapper around the optimizer. Its clipping, too, is done here: DeepSpeed's
+        # fails on a step without gradients, and computes the norm a second time.
+        self._plain = optimizer_in_use is self._engine.basic_optimizer
+        self._clipping = clipping
+        # fp16 autocast's scaler lives in the engine at ZeRO 0 and in the optimizer above.
+        self._scaler = self._engine.torch_autocast_z0_gradscaler
+        if not self._plain:
+            self._scaler = getattr(optimizer_in_use, "torch_autocast_gradscaler", None)
+            if self._scaler is not None:
+                self._scaler.set_growth_interval(2**31 - 1)
+        self._steps_at_scale = 0
         self.ema_decay = ema_decay
+        self.ema_steps = 0
         self._ema: list[Tensor] = [owner.detach().clone() for owner in self.owners()] if ema_decay else []
+        self._ema_buffers = [buffer.detach().clone() for buffer in self._float_buffers()] if ema_decay else []
         self.skipped_steps = 0
 
     # --- training
@@ -312,66 +171,97 @@ class Engine:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         used_lr = float(optimizer.param_groups[0]["lr"])
-        scaler = self._grad_scaler()
-        scale = scaler.get_scale() if scaler is not None else 1.0
-        plain = optimizer is self._engine.basic_optimizer  # ZeRO 0 without 16-bit weights: no wrapper around it
-        norm = math.nan
-        if plain:
-            norm = float(torch.nn.utils.get_total_norm([p.grad for p in self._names if p.grad is not None])) / scale
-            if not math.isfinite(norm) and scaler is None:
-                self._engine.zero_grad()  # without gradients torch's optimizers leave weights and states alone
-        self._engine.step()
-        if plain:
-            skipped = not math.isfinite(norm)
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        if self._plain:
+            norm, skipped = self._plain_step(scale)
         else:
-            skipped = not self._engine._step_applied
-            norm = float(self._engine.get_global_grad_norm()) / scale
-            if skipped and scaler is not None:
-                # ZeRO returns before it steps the scaler, which would keep a scale that overflows for ever.
-                scaler.update(scale * scaler.get_backoff_factor())
+            norm, skipped = self._wrapped_step(scale)
         self.skipped_steps += skipped
         if self._ema and not skipped:
-            torch._foreach_lerp_(self._ema, self.owners(), 1.0 - self.ema_decay)
-        loss_scale = scale if scaler is not None else None
+            self._average()
+        loss_scale = scale if self._scaler is not None else None
         if self._engine.fp16_enabled():
             loss_scale = float(optimizer.loss_scale)
         return StepInfo(used_lr, norm, skipped, loss_scale)
 
-    def _grad_scaler(self) -> Any:
-        """Return the GradScaler of fp16 autocast, which lives in the engine at ZeRO 0 and in the optimizer above."""
-        return (
-            getattr(self._engine.optimizer, "torch_autocast_gradscaler", None)
-            or self._engine.torch_autocast_z0_gradscaler
-        )
+    def _plain_step(self, scale: float) -> tuple[float, bool]:
+        """Step at ZeRO 0 with fp32 weights, where DeepSpeed neither knows the norm nor skips what is not finite."""
+        gradients = [p.grad for p in self._names if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
+        if math.isfinite(norm):
+            if self._clipping > 0 and norm > self._clipping:
+                torch._foreach_mul_(gradients, self._clipping / (norm + 1e-6))
+        elif self._scaler is None:
+            self._engine.zero_grad()  # without gradients torch's optimizers leave weights and states alone
+        self._engine.step()
+        return norm, not math.isfinite(norm)
 
-    @property
-    def optimizer_name(self) -> str:
-        """The class of the optimizer that steps the fp32 weights."""
-        return type(self._engine.basic_optimizer).__name__
+    def _wrapped_step(self, scale: float) -> tuple[float, bool]:
+        """Step through DeepSpeed's own optimizer wrapper, mending what it does to fp16 autocast's scaled gradients."""
+        optimizer = self._engine.optimizer
+        if self._scaler is not None:
+            # It holds the scaled norm against the clipping that is meant for the unscaled one.
+            optimizer.clip_grad = self._clipping * scale
+        self._engine.step()
+        skipped = not self._engine._step_applied
+        if self._scaler is not None:
+            # It steps the scaler once a parameter group, and not at all when it skips: the scale is kept here instead.
+            if skipped:
+                self._scaler.update(scale * self._scaler.get_backoff_factor())
+                self._steps_at_scale = 0
+            else:
+                self._steps_at_scale += 1
+                if self._steps_at_scale == SCALE_GROWTH_STEPS:
+                    self._scaler.update(scale * self._scaler.get_growth_factor())
+                    self._steps_at_scale = 0
+        return float(self._engine.get_global_grad_norm()) / scale, skipped
 
-    def scheduler_state(self) -> dict[str, Any] | None:
-        """Return the state of the JSON's scheduler for a checkpoint, None without one."""
+    def _average(self) -> None:
+        """Move the moving averages towards the weights, faster in the first steps (as timm's ModelEmaV3 does)."""
+        self.ema_steps += 1
+        decay = min(self.ema_decay, (1 + self.ema_steps) / (10 + self.ema_steps))
+        torch._foreach_lerp_(self._ema, self.owners(), 1.0 - decay)
+        if self._ema_buffers:
+            torch._foreach_lerp_(self._ema_buffers, self._float_buffers(), 1.0 - decay)
+
+    def _float_buffers(self) -> list[Tensor]:
+        """Return the buffers that can be averaged: BatchNorm's running statistics."""
+        return [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+
+    def counters(self) -> dict[str, Any]:
+        """Return what else a checkpoint needs, as JSON: loss scale, EMA's steps, the JSON's scheduler."""
+        scheduler = self._engine.lr_scheduler
+        state = scheduler.state_dict() if scheduler is not None else {}
+        return {
+            "skipped_steps": self.skipped_steps,
+            "ema_steps": self.ema_steps,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "steps_at_scale": self._steps_at_scale,
+            "scheduler": {key: value for key, value in state.items() if _is_plain(value)},
+        }
+
+    def load_counters(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `counters` returned."""
+        self.skipped_steps, self.ema_steps = state["skipped_steps"], state["ema_steps"]
+        self._steps_at_scale = state["steps_at_scale"]
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
         scheduler = self._engine.lr_scheduler
         if scheduler is None:
-            return None
-        return {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)}
-
-    def load_scheduler_state(self, state: dict[str, Any] | None) -> None:
-        """Put the JSON's scheduler, and the learning rates it set, where `scheduler_state` found them."""
-        scheduler = self._engine.lr_scheduler
-        if scheduler is None or state is None:
             return
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(state["scheduler"])
         if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's: it sets the rates of the iteration it is told
             scheduler.step(scheduler.last_batch_iteration)
         else:
             for group, lr in zip(self._engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
 
-    def write_monitor(self, values: Mapping[str, float], samples: int) -> None:
+    def write_monitor(self, values: Mapping[str, float | None], samples: int) -> None:
         """Send scalars to the monitors that the DeepSpeed JSON names (tensorboard, csv, wandb), from rank 0."""
         if self._engine.monitor.enabled and self.world.rank == 0:
-            self._engine.monitor.write_events([(name, value, samples) for name, value in values.items()])
+            self._engine.monitor.write_events(
+                [(name, value, samples) for name, value in values.items() if value is not None]
+            )
 
     # --- BatchNorm
 
@@ -388,15 +278,13 @@ class Engine:
             return
         means = [layer.running_mean for layer in layers if layer.running_mean is not None]
         variances = [layer.running_var for layer in layers if layer.running_var is not None]
-        mean = torch.cat([m.float() for m in means])
-        square = torch.cat([v.float() for v in variances]) + mean.square()
-        both = self.world.sum(torch.stack([mean, square])) / self.world.size
-        mean, variance = both[0], (both[1] - both[0].square()).clamp_(min=0)
+        own_mean, own_variance = (torch.cat(parts).double() for parts in (means, variances))
+        mean = self.world.sum(own_mean.clone()) / self.world.size
+        variance = self.world.sum(own_variance + (own_mean - mean).square()) / self.world.size
         sizes = [m.numel() for m in means]
-        for target, part in zip(means, torch.split(mean, sizes), strict=True):
-            target.copy_(part)
-        for target, part in zip(variances, torch.split(variance, sizes), strict=True):
-            target.copy_(part)
+        for targets, pooled in ((means, mean), (variances, variance)):
+            for target, part in zip(targets, torch.split(pooled, sizes), strict=True):
+                target.copy_(part)
 
     # --- fp32 weights
 
@@ -487,6 +375,12 @@ class Engine:
         """The exponential moving average of each of `owners()`, or an empty list without EMA."""
         return self._ema
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the network's buffers by name, and the averages of those that EMA averages, as `ema:NAME`."""
+        named = dict(self.module.named_buffers())
+        averaged = [name for name, buffer in named.items() if buffer.is_floating_point()] if self._ema else []
+        return named | {f"ema:{name}": value for name, value in zip(averaged, self._ema_buffers, strict=True)}
+
     @contextmanager
     @torch.no_grad()
     def ema_weights(self) -> Iterator[None]:
@@ -494,16 +388,19 @@ class Engine:
         if not self._ema:
             yield
             return
-        kept = [owner.detach().clone() for owner in self.owners()]
-        for owner, average in zip(self.owners(), self._ema, strict=True):
-            owner.data.copy_(average)
-        self.refresh()
+        kept = [tensor.detach().clone() for tensor in (*self.owners(), *self._float_buffers())]
+        self._put((*self._ema, *self._ema_buffers))
+        self.pool_batchnorm()
         try:
             yield
         finally:
-            for owner, weight in zip(self.owners(), kept, strict=True):
-                owner.data.copy_(weight)
-            self.refresh()
+            self._put(kept)
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        """Set the fp32 weights, the network's working weights with them, and BatchNorm's statistics."""
+        for target, value in zip((*self.owners(), *self._float_buffers()), values, strict=True):
+            target.data.copy_(value)
+        self.refresh()
 
     @torch.no_grad()
     def full_state(self) -> dict[str, Tensor]:
@@ -527,17 +424,20 @@ class Engine:
                 self.world.sum(full)
             if self.world.rank == 0:
                 state[name] = full.view(shape).to("cpu", torch.float32, copy=True)
+        frozen = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter not in self._names:
+                with deepspeed.zero.GatheredParameters(parameter, enabled=self.zero_stage == 3):
+                    frozen[name] = parameter.detach().to("cpu", torch.float32, copy=True)
         if self.world.rank != 0:
             return {}
-        keys = list(self.module.state_dict(keep_vars=True))
-        buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers() if name in keys}
-        frozen = {
-            name: parameter.detach().cpu().float().clone()
-            for name, parameter in self.module.named_parameters()
-            if not parameter.requires_grad
-        }
-        everything = {**state, **buffers, **frozen}
-        return {key: everything[key] for key in keys if key in everything}
+        # Tied weights have one tensor and several names.
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if parameter in self._names:
+                state[name] = state[self._names[parameter]]
+        buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
+        everything = {**state, **frozen, **buffers}
+        return {name: everything[name] for name in self.module.state_dict(keep_vars=True)}
 
     # --- memory
 

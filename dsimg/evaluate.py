@@ -4,21 +4,25 @@ dsimg evaluate --source RUN --data DIR
 deepspeed dsimg/evaluate.py --source RUN --data DIR
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dsimg import cli, data, loop, models
 from dsimg.console import count_text
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.engine import World, bf16_is_fast, inference_forward, start_world
+from dsimg.engine import inference_forward
 from dsimg.errors import ConfigError
 from dsimg.folder import Split, find_labelled, read_index
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
 from dsimg.weights import read_weights, restore_weights
 from dsimg.workers import decoding_workers
+from dsimg.world import World, bf16_is_fast, start_world
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +83,15 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
         workers=workers,
         pin=world.device.type == "cuda",
     )
-    result = loop.evaluate(forward, world=world, batches=batches, split=split, preprocess=preprocess, classes=classes)
+    try:
+        result = loop.evaluate(
+            forward, world=world, batches=batches, split=split, preprocess=preprocess, classes=classes
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        remedy = "Give a smaller --batch_size, more ranks with --deepspeed_config zero3, or bf16 in its JSON."
+        raise world.out_of_memory(remedy) from error
     if result is not None:
-        out = config.out or run.path / "evaluations" / split.folder.name
+        out = config.out or run.path / "evaluations" / _name(config.data)
         out.mkdir(parents=True, exist_ok=True)
         loop.write_evaluation(out, result, classes)
         terminal.table("result", [*loop.result_rows(result.report), ("report", str(out / "evaluation.json"))])
@@ -89,11 +99,24 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
     return result
 
 
+def _name(folder: str | None) -> str:
+    """Return the folder of an evaluation: the data's name and a mark of its path, since many are called "val"."""
+    if folder is None:
+        return "held_out"
+    path = Path(folder).resolve()
+    return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+
+
 def _find_split(run: Run, folder: str | None, classes: list[str]) -> tuple[Split, tuple[str, ...]]:
     """Return the images to measure on. The folder that the run was trained on gives what training held out."""
     index = read_index(run.file("index"))
+    held_out = ("the images that training held out",)
     if folder is None or Path(folder).resolve() == index.root.resolve():
-        return index.val, ("the images that training held out",)
+        return index.val, held_out
+    moved = Path(folder) / index.val.folder.relative_to(index.root)
+    drawn = index.val.folder == index.train.folder  # no val/ folder: a share of each class was drawn
+    if drawn and all((moved / file).is_file() for file in index.val.files):
+        return Split(moved, index.val.files, index.val.labels), held_out
     return find_labelled(Path(folder), classes)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsimg import augment, data, metrics
-from dsimg.engine import Engine, World
+from dsimg.engine import Engine
 from dsimg.errors import DataError
 from dsimg.folder import Split
 from dsimg.losses import cross_entropy
@@ -23,6 +23,7 @@ from dsimg.models import primary_logits
 from dsimg.preprocess import Preprocess
 from dsimg.run import write_atomically, write_json
 from dsimg.schedule import Schedule
+from dsimg.world import World
 
 TOP = 5
 
@@ -67,6 +68,8 @@ def fit(
     step = start_epoch * loader.steps_per_epoch
     for epoch in range(start_epoch, epochs):
         engine.train()
+        # Dropout and stochastic depth: a stream for each epoch and rank, so that a resumed run draws the same.
+        torch.manual_seed(hash((seed, epoch, engine.world.rank)) % 2**63)
         batches = iter(loader.epoch(epoch))
         while True:
             asked = time.perf_counter()

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dsimg.console import Terminal, count_text, duration_text
 from dsimg.engine import Engine, StepInfo
+from dsimg.errors import RunError
+from dsimg.run import write_atomically
 
 
 class MetricsFile:
@@ -24,7 +26,8 @@ class MetricsFile:
         self._rank = rank
         if rank == 0:
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            path.write_text("".join(f"{line}\n" for line in lines if _step_of(line) <= step), encoding="utf-8")
+            kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= step)
+            write_atomically(path, kept.encode("utf-8"))
 
     def add(self, **values: Any) -> None:
         """Append one line. NaN and infinity, which JSON lacks, are written as text."""
@@ -33,8 +36,13 @@ class MetricsFile:
                 key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in values.items()
             }
-            with self._path.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(plain) + "\n")
+            try:
+                with self._path.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(plain) + "\n")
+            except OSError as error:
+                raise RunError(
+                    f"cannot write {self._path}: {error.strerror}. The same command goes on from the last checkpoint."
+                ) from error
 
 
 def _step_of(line: str) -> float:

@@ -1,7 +1,9 @@
 """Everything that is decided, checked and shown before the first step: the training plan."""
 
 import collections
+import importlib.util
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ from dsimg.cache import CachePlan, plan_cache, sample_sizes
 from dsimg.console import bytes_text, count_text
 from dsimg.digits import write_digits
 from dsimg.ds_config import DsConfig, StageDefaults, resolve_ds_config
-from dsimg.engine import OptimizerSpec, World, bf16_is_fast
-from dsimg.folder import ImageFolder, find_images, find_leaks
+from dsimg.errors import ConfigError
+from dsimg.folder import ImageFolder, find_images, find_leaks, read_index
 from dsimg.memory import estimate_rank_memory
+from dsimg.optimizers import OptimizerSpec
 from dsimg.preprocess import Preprocess
 from dsimg.recipe import TrainConfig
 from dsimg.recompute import enable_gradient_checkpointing
@@ -25,12 +28,32 @@ from dsimg.schedule import Schedule, scale_lr
 from dsimg.steps import StepPlan
 from dsimg.weights import load_weights
 from dsimg.workers import decoding_workers
+from dsimg.world import World, bf16_is_fast
 
 DEFAULT_BATCH_SIZE = 128
 # `--lr` when none is given, for a global batch of 256.
 DEFAULT_LR = {"sgd": 0.1, "adamw": 1e-3, "adam": 1e-3, "lamb": 5e-3}
+DEFAULT_MOMENTUM = 0.9
+DEFAULT_STEP_EPOCHS = 30
 DEFAULT_WEIGHT_DECAY = {"sgd": 1e-4, "adamw": 0.05, "adam": 0.0, "lamb": 0.02}
 LEAK_SEARCH_LIMIT = 100_000  # comparing validation with training files costs a stat each
+
+
+def check_against_json(config: TrainConfig, raw: Mapping[str, Any], *, source: str) -> None:
+    """Raise ConfigError where a flag and the DeepSpeed JSON both say what the optimizer or the schedule is."""
+    if raw.get("scheduler") and config.schedule is not None:
+        raise ConfigError(
+            f"{source} has a scheduler block and --schedule {config.schedule} was given as well. Keep one of them."
+        )
+    block = raw.get("optimizer")
+    params = block.get("params") if isinstance(block, Mapping) else None
+    for name in ("lr", "weight_decay", "momentum"):
+        flag, value = getattr(config, name), params.get(name) if isinstance(params, Mapping) else None
+        if flag is not None and value not in (None, "auto"):
+            raise ConfigError(
+                f"{source} has optimizer.params.{name} {value} and --{name} {flag} was given as well. Keep one of "
+                'them, or write "auto" in the file.'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +70,20 @@ class TrainPlan:
     ds: DsConfig
     plan: StepPlan
     optimizer: OptimizerSpec | None
+    optimizer_name: str
     weight_decay: float
     schedule: Schedule | None
     rows: list[tuple[str, str]]
 
 
 def plan_training(
-    config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_size: int, world: World
+    config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_size: int, world: World, index: Path | None
 ) -> TrainPlan:
-    """Decide everything, and check it, before a run folder is made or memory taken."""
-    folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config))
+    """Decide everything, and check it, before a run folder is made or memory taken.
+
+    `index` is that of the run that is resumed: its images are the same ones, whatever has come into the folder since.
+    """
+    folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config, index))
     arch, preprocess = _choose_model(config, sizes)
     model = models.build_model(arch, num_classes=len(folder.classes), input_size=preprocess.input_size[1])
     rows = [("data", f"{folder.root}: {len(folder.train.files):,} training images, {len(folder.classes)} classes")]
@@ -67,7 +94,7 @@ def plan_training(
     macs = models.count_macs(model, preprocess.input_size[1])
     side = preprocess.input_size[1]
     rows.append(("model", f"{arch}: {count_text(parameters)} parameters, {count_text(macs)} MACs at {side}x{side}"))
-    if config.weights is not None:
+    if config.weights is not None and index is None:
         loaded = load_weights(model, config.weights, arch=arch, classes=folder.classes)
         rows.append(("weights", str(loaded)))
     if config.gradient_checkpointing:
@@ -114,7 +141,7 @@ def plan_training(
             batch_size_given=config.batch_size is not None,
             lr=peak,
             weight_decay=weight_decay,
-            momentum=config.momentum,
+            momentum=DEFAULT_MOMENTUM if config.momentum is None else config.momentum,
             optimizer=config.optimizer,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
@@ -124,11 +151,12 @@ def plan_training(
     )
     assert ds.batch_size == batch_size
     if ds.optimizer is not None:
-        weight_decay = float(ds.optimizer["params"].get("weight_decay", 0.0))
+        weight_decay = float(ds.optimizer["params"].get("weight_decay", config.weight_decay or 0.0))
     schedule = None
     if ds.scheduler is None:
         name = config.schedule or "cosine"
-        milestones = range(config.step_epochs * steps_per_epoch, total_steps, config.step_epochs * steps_per_epoch)
+        every = (config.step_epochs or DEFAULT_STEP_EPOCHS) * steps_per_epoch
+        milestones = range(every, total_steps, every)
         schedule = Schedule(
             name=name,
             peak=json_lr(ds, default=peak),
@@ -143,8 +171,10 @@ def plan_training(
         world=world.size,
     )
     optimizer = _own_optimizer(config, ds, own_optimizer, world)
+    if optimizer is not None and optimizer.name == "lamb" and importlib.util.find_spec("timm") is None:
+        raise ConfigError("the optimizer lamb needs timm: pip install 'dsimg[timm]'")
     memory = estimate_rank_memory(
-        parameters,
+        sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         zero_stage=ds.zero_stage,
         world_size=world.size,
         weight_bytes=2 if ds.precision in ("bf16", "fp16") else 4,
@@ -160,7 +190,8 @@ def plan_training(
         (
             "ZeRO",
             f"stage {ds.zero_stage}; bytes per rank: parameters {bytes_text(memory.parameters)}, gradients "
-            f"{bytes_text(memory.gradients)}, optimizer states {bytes_text(memory.optimizer)}",
+            f"{bytes_text(memory.gradients)}, optimizer states {bytes_text(memory.optimizer)}"
+            + (" (in CPU memory)" if ds.offload_optimizer else ""),
         )
     )
     rows.append(("learning rate", _lr_text(config, ds, schedule, given=lr, batch_size=batch_size, named=named)))
@@ -179,6 +210,7 @@ def plan_training(
         ds=ds,
         plan=plan,
         optimizer=optimizer,
+        optimizer_name=named,
         weight_decay=weight_decay,
         schedule=schedule,
         rows=rows,
@@ -190,12 +222,12 @@ def data_path(config: TrainConfig) -> Path:
     return config.run_path.parent / "data" / "digits" if config.data == "digits" else Path(config.data)
 
 
-def _find_data(config: TrainConfig) -> tuple[ImageFolder, list[tuple[int, int]], list[str]]:
+def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, list[tuple[int, int]], list[str]]:
     """List the images, look at the sizes (h, w) of a sample, and collect what the user should hear of."""
     root = data_path(config)
     if config.data == "digits":
         write_digits(root)
-    folder = find_images(root, seed=config.seed, val_share=config.val_share)
+    folder = read_index(index) if index else find_images(root, seed=config.seed, val_share=config.val_share)
     notes = list(folder.notes)
     if len(folder.train.files) + len(folder.val.files) <= LEAK_SEARCH_LIMIT:
         leaks = find_leaks(folder)
@@ -211,8 +243,11 @@ def _choose_model(config: TrainConfig, sizes: list[tuple[int, int]]) -> tuple[st
     small = bool(longest) and max(longest) <= 64
     arch = config.model or ("cifar_resnet20" if small else "resnet50")
     image_size = config.image_size
+    of_a_file = (
+        config.weights is not None and not Path(config.weights).is_dir() and models.looks_like_file(config.weights)
+    )
     # Named weights and runs say what size they were made for; a file does not.
-    if image_size is None and small and (config.weights is None or Path(config.weights).suffix):
+    if image_size is None and small and (config.weights is None or of_a_file):
         image_size = collections.Counter(longest).most_common(1)[0][0]
     return arch, models.default_preprocess(arch, image_size=image_size, weights=config.weights)
 
@@ -224,7 +259,7 @@ def _own_optimizer(config: TrainConfig, ds: DsConfig, name: str, world: World) -
     machine is left to DeepSpeed's CPUAdam, which is much faster there.
     """
     if ds.optimizer is None:
-        return OptimizerSpec(name=name, momentum=config.momentum)
+        return OptimizerSpec(name=name, momentum=DEFAULT_MOMENTUM if config.momentum is None else config.momentum)
     kind = ds.optimizer["type"].lower()
     params = dict(ds.optimizer["params"])
     own = {"lr", "weight_decay", "momentum", "nesterov", "betas", "eps", "torch_adam", "adam_w_mode"}
@@ -236,7 +271,7 @@ def _own_optimizer(config: TrainConfig, ds: DsConfig, name: str, world: World) -
     betas = params.get("betas", (0.9, 0.999))
     return OptimizerSpec(
         name=kind,
-        momentum=float(params.get("momentum", 0.0)),
+        momentum=float(params.get("momentum", config.momentum or 0.0)),
         nesterov=bool(params.get("nesterov", False)),
         betas=(float(betas[0]), float(betas[1])),
         eps=float(params.get("eps", 1e-8)),
@@ -255,11 +290,11 @@ def _lr_text(
         return f"{named}; by the scheduler {ds.scheduler and ds.scheduler['type']} of the DeepSpeed JSON"
     shape = {
         "cosine": "cosine to 0",
-        "step": f"a tenth every {config.step_epochs} epochs",
+        "step": f"a tenth every {config.step_epochs or DEFAULT_STEP_EPOCHS} epochs",
         "one_cycle": "one cycle",
     }
     text = f"{named}; peak {schedule.peak:g}"
-    if ds.optimizer is None or schedule.peak != json_lr(ds, default=math.nan) or config.lr is not None:
+    if schedule.peak == scale_lr(given, batch_size=batch_size, scaling=config.lr_scaling):
         text += f" = {given:g} at batch 256, {config.lr_scaling} scaling to {batch_size}"
     if schedule.name != "one_cycle":
         text += f"; {schedule.warmup_steps} warm-up steps"

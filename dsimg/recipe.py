@@ -35,16 +35,16 @@ class TrainConfig:
     """Peak learning rate for a global batch of 256. Default: 0.1 for sgd, 0.001 for adamw, 0.005 for lamb."""
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     """How the learning rate follows the real global batch."""
-    momentum: float = 0.9
-    """Momentum of sgd."""
+    momentum: float | None = None
+    """Momentum of sgd. Default: 0.9."""
     weight_decay: float | None = None
     """Weight decay, not applied to norms and biases. Default: 0.0001 for sgd, 0.05 for adamw."""
     schedule: Literal["cosine", "step", "one_cycle"] | None = None
     """Learning rate over the run, unless the DeepSpeed JSON has a scheduler. Default: cosine."""
     warmup_epochs: float | None = None
     """Epochs of linear rise before cosine or step. Default: a twentieth of the run."""
-    step_epochs: int = 30
-    """With --schedule step: divide the learning rate by ten every so many epochs."""
+    step_epochs: int | None = None
+    """With --schedule step: divide the learning rate by ten every so many epochs. Default: 30."""
     gradient_clipping: float | None = None
     """Clip the gradient's norm to this, unless the DeepSpeed JSON says otherwise; 0 turns clipping off. Default:
     off for sgd, 1 for the others."""
@@ -104,6 +104,7 @@ class TrainConfig:
                 raise ConfigError(f"--{name} is {alpha}; it must be 0 (off) or a positive alpha such as 0.2.")
         for name, rate in {
             "lr": self.lr,
+            "momentum": self.momentum,
             "weight_decay": self.weight_decay,
             "warmup_epochs": self.warmup_epochs,
         }.items():
@@ -111,6 +112,14 @@ class TrainConfig:
                 raise ConfigError(f"--{name} is {rate}; it must be a number of at least 0.")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers is {self.workers}; it must be 0 or more.")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"--seed is {self.seed}; it must be at least 0 and below 2147483648.")
+        if self.step_epochs is not None and self.schedule != "step":
+            raise ConfigError("--step_epochs goes with --schedule step. Add that, or leave --step_epochs away.")
+        if self.warmup_epochs is not None and self.schedule == "one_cycle":
+            raise ConfigError(
+                "--schedule one_cycle has a rise of its own, 30 % of the run. Leave --warmup_epochs away."
+            )
 
     @property
     def run_path(self) -> Path:

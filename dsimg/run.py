@@ -90,20 +90,24 @@ class Run:
         stage: str,
         config: Mapping[str, Any],
         free: Sequence[str] = (),
+        parents: Sequence["Run"] = (),
         overwrite: bool = False,
     ) -> tuple["Run", State]:
         """Claim `path` for a stage's run and write its `config.json`.
 
-        `config` is JSON-able; `free` names its keys that may differ when the same run is started again.
+        `config` is JSON-able; `free` names its keys that may differ when the same run is started again. `parents` are
+        the runs that this one reads, as they are now.
         Raises RunError when the folder holds something else: another stage, another config, no run at all.
         """
         state = cls.state(path)
+        if any(run.path.resolve() == path.resolve() for run in parents):
+            raise RunError(f"--out {path} is the very run that this one reads. Choose another --out.")
         if state != "new" and overwrite:
             shutil.rmtree(path)
             state = "new"
         if state != "new":
             stored = _read_json(path / "config.json")
-            differing = _differences(stored, {"stage": stage, **config}, free=free)
+            differing = _differences(stored, {"stage": stage, **config}, free=("parents", *free))
             if differing:
                 raise RunError(
                     f"{path} holds a run with another config: {'; '.join(differing)}. Choose another --out, give "
@@ -112,7 +116,8 @@ class Run:
             manifest = _read_json(path / "run.json") if state == "finished" else None
             return cls(path, manifest), state
         path.mkdir(parents=True, exist_ok=True)
-        write_json(path / "config.json", {"stage": stage, **config})
+        ancestry = [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents]
+        write_json(path / "config.json", {"stage": stage, "parents": ancestry, **config})
         return cls(path, None), state
 
     @staticmethod
@@ -165,7 +170,7 @@ class Run:
             raise RunError(f"{path} is damaged: its hash is not the one in run.json. Copy it again from its source.")
         return path
 
-    def finish(self, *, seed: int | None, parents: Sequence["Run"], model: Mapping[str, Any], metrics: Any) -> None:
+    def finish(self, *, seed: int | None, model: Mapping[str, Any], metrics: Any) -> None:
         """Write `run.json`: hash every file of the run that has a role, and mark the stage as finished."""
         files = {
             role: {
@@ -176,14 +181,15 @@ class Run:
             for role, (name, _) in ROLES.items()
             if (self.path / name).exists()
         }
+        begun = _read_json(self.path / "config.json")
         self.manifest = {
             "schema": SCHEMA,
-            "stage": _read_json(self.path / "config.json")["stage"],
+            "stage": begun["stage"],
             "dsimg": dsimg.__version__,
             "git_commit": git_commit(),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "seed": seed,
-            "parents": [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents],
+            "parents": begun["parents"],
             "model": dict(model),
             "files": files,
             "metrics": metrics,

@@ -10,11 +10,9 @@ from numpy.typing import NDArray
 from dsimg.augment import ORDER, hash_bits
 
 
-def epoch_order(count: int, *, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
+def epoch_order(count: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
     """Return the (count,) sample ids of an epoch in order: a function of its arguments, on any machine."""
     ids = np.arange(count, dtype=np.int64)
-    if not shuffle:
-        return ids
     return np.argsort(hash_bits(ids, seed=seed, epoch=epoch, draws=1, stream=ORDER)[:, 0], kind="stable")
 
 
@@ -25,7 +23,6 @@ class Block:
     positions: NDArray[np.int64]  # (N,) in the epoch's order
     weights: NDArray[np.float32]  # (N,) of the samples' losses
     partner: NDArray[np.int64]  # (N,) index in the block to mix with; its own where there is none
-    step: int  # optimizer step in the epoch
     boundary: bool  # the last micro-batch of its optimizer step
 
 
@@ -81,7 +78,6 @@ class StepPlan:
                     positions=positions,
                     weights=weights,
                     partner=_partners(positions[: len(positions) - fill], len(positions)),
-                    step=step,
                     boundary=index == micro_batches - 1,
                 )
 

@@ -17,19 +17,19 @@ from torch import Tensor
 from dsimg import cli, data, loop, models
 from dsimg.cache import free_memory
 from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
-from dsimg.console import bytes_text
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
-from dsimg.engine import Engine, World, start_world
-from dsimg.errors import ConfigError, DataError, DeviceError, RunError
+from dsimg.engine import Engine
+from dsimg.errors import DataError, RunError
 from dsimg.folder import write_index
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter, MetricsFile
-from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, data_path, json_lr, plan_training
+from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, check_against_json, data_path, json_lr, plan_training
 from dsimg.recipe import TrainConfig
 from dsimg.run import Run, State, write_atomically, write_json
 from dsimg.weights import save_weights
 from dsimg.workers import decoding_workers
+from dsimg.world import World, start_world
 
 __all__ = ["TrainConfig", "train"]
 
@@ -52,10 +52,7 @@ def train(config: TrainConfig) -> Run:
         optimizer=config.optimizer,
         gradient_clipping=config.gradient_clipping,
     )
-    if raw.get("scheduler") and config.schedule is not None:
-        raise ConfigError(
-            f"{ds_path} has a scheduler block and --schedule {config.schedule} was given as well. Keep one of them."
-        )
+    check_against_json(config, raw, source=str(ds_path))
     world = start_world()
     path = config.run_path
     state: State = world.on_rank_zero(lambda: _run_state(path, config))
@@ -67,7 +64,11 @@ def train(config: TrainConfig) -> Run:
     try:
         return _train(config, raw, ds_source=str(ds_path), batch_size=sizes.batch_size, world=world)
     except torch.cuda.OutOfMemoryError as error:
-        raise _out_of_memory(world) from error
+        raise world.out_of_memory(
+            "Halve train_micro_batch_size_per_gpu (and double gradient_accumulation_steps), add "
+            "--gradient_checkpointing, or use a higher ZeRO stage (--deepspeed_config zero3, or zero3_offload). The "
+            "same command then goes on from the last checkpoint."
+        ) from error
 
 
 def _run_state(path: Path, config: TrainConfig) -> State:
@@ -78,6 +79,25 @@ def _run_state(path: Path, config: TrainConfig) -> State:
     return Run.begin(path, stage="train", config=_as_json(config), free=FREE)[1]
 
 
+def _last_checkpoint(path: Path, config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """Return the newest checkpoint of an unfinished run, and what it was saved with."""
+    found = [] if config.overwrite else checkpoints(path / "checkpoints")
+    return (found[-1], read_state(found[-1])) if found else (None, {})
+
+
+def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, resuming: bool) -> None:
+    """Make the run folder, or find it again, with what is known before the first step."""
+    parents = []
+    if config.weights is not None and Path(config.weights).is_dir() and not resuming:
+        parents = [Run.open(Path(config.weights))]
+    Run.begin(path, stage="train", config=_as_json(config), free=FREE, parents=parents, overwrite=config.overwrite)
+    write_json(path / "ds_config.json", setup.ds.config)
+    if not resuming:
+        write_index(setup.folder, path / "index.jsonl.gz")
+        labels = "".join(f"{name}\n" for name in setup.folder.classes)
+        write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
+
+
 def _as_json(config: TrainConfig) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(config).items()}
 
@@ -86,17 +106,28 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
     context = cli.context()
     terminal, path = context.terminal, config.run_path
     torch.manual_seed(config.seed)
-    setup = plan_training(config, raw, ds_source=ds_source, batch_size=batch_size, world=world)
+    saved, state = world.on_rank_zero(lambda: _last_checkpoint(path, config))
+    setup = plan_training(
+        config,
+        raw,
+        ds_source=ds_source,
+        batch_size=batch_size,
+        world=world,
+        index=path / "index.jsonl.gz" if saved else None,
+    )
+    # What a DeepSpeed JSON may not change between a stop and a resume.
+    same = {
+        "batch_size": setup.plan.batch_size,
+        "optimizer": setup.optimizer_name,
+        "scheduler_type": setup.ds.scheduler and setup.ds.scheduler["type"],
+    }
+    changed = [f"{key} was {state[key]}, now {value}" for key, value in same.items() if saved and state[key] != value]
+    if changed:
+        raise RunError(
+            f"{path} cannot go on: {'; '.join(changed)}. Give the DeepSpeed JSON it was started with, or --overwrite."
+        )
     terminal.table("plan", setup.rows)
-
-    def begin() -> None:
-        Run.begin(path, stage="train", config=_as_json(config), free=FREE, overwrite=config.overwrite)
-        write_json(path / "ds_config.json", setup.ds.config)
-        write_index(setup.folder, path / "index.jsonl.gz")
-        labels = "".join(f"{name}\n" for name in setup.folder.classes)
-        write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
-
-    world.on_rank_zero(begin)
+    world.on_rank_zero(lambda: _begin(path, config, setup, resuming=saved is not None))
     if context.chatter is not None:
         context.chatter.move_to(path / "logs" / f"rank_{world.rank}.log")
     run = Run(path, None)
@@ -149,30 +180,12 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         world=world,
         ema_decay=config.ema,
     )
-    # What a DeepSpeed JSON may not change between a stop and a resume.
-    same = {
-        "batch_size": setup.plan.batch_size,
-        "images": len(images),
-        "optimizer": engine.optimizer_name,
-        "scheduler_type": setup.ds.scheduler and setup.ds.scheduler["type"],
-    }
     start_epoch, step = 0, 0
-    saved = world.on_rank_zero(lambda: checkpoints(path / "checkpoints"))
-    if saved:
-        state = read_state(saved[-1])
-        changed = [f"{key} was {state[key]}, now {value}" for key, value in same.items() if state[key] != value]
-        if changed:
-            raise RunError(
-                f"{path} cannot go on: {'; '.join(changed)}. Give the DeepSpeed JSON it was started with, or "
-                "--overwrite."
-            )
-        load_checkpoint(saved[-1], engine)
+    if saved is not None:
+        load_checkpoint(saved, engine)
+        engine.load_counters(state["engine"])
         start_epoch, step = state["epoch"], state["step"]
-        engine.skipped_steps = state["skipped_steps"]
-        engine.load_scheduler_state(state["scheduler"])
-        terminal.say(f"resuming after epoch {start_epoch}, step {step}, from {saved[-1]}")
-    # Dropout and stochastic depth: another stream on each rank, the same in every run.
-    torch.manual_seed(config.seed * 1_000_003 + 7919 * start_epoch + world.rank + 1)
+        terminal.say(f"resuming after epoch {start_epoch}, step {step}, from {saved}")
     meter = Meter(
         engine,
         steps_per_epoch=setup.plan.steps,
@@ -186,7 +199,6 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
     )
 
     def measure() -> loop.Evaluation | None:
-        engine.pool_batchnorm()
         engine.eval()
         with engine.ema_weights():
             return loop.evaluate(
@@ -203,15 +215,15 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
     def end_of_epoch(epoch: int, step: int) -> None:
         nonlocal result
         result = None
+        engine.pool_batchnorm()
         if epoch % config.eval_epochs == 0 or epoch == config.epochs:
             result = measure()
             if result is not None:
                 meter.evaluated(result.report, epoch=epoch, step=step)
                 terminal.say(f"epoch {epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
-        engine.pool_batchnorm()
         keep_bad_images(loader.bad)
-        state = {"step": step, "epoch": epoch, "skipped_steps": engine.skipped_steps, **same}
-        save_checkpoint(path / "checkpoints", engine, {**state, "scheduler": engine.scheduler_state()})
+        state = {"step": step, "epoch": epoch, "engine": engine.counters(), **same}
+        save_checkpoint(path / "checkpoints", engine, state)
 
     loop.fit(
         engine,
@@ -251,13 +263,9 @@ def _finish(
     terminal = cli.context().terminal
     save_weights(weights, run.path / "weights.safetensors")
     loop.write_evaluation(run.path, result, setup.folder.classes)
-    parents = []
-    if config.weights is not None and Path(config.weights).is_dir():
-        parents = [Run.open(Path(config.weights))]
     report = result.report
     run.finish(
         seed=config.seed,
-        parents=parents,
         model={
             "arch": setup.arch,
             "num_classes": len(setup.folder.classes),
@@ -323,17 +331,6 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> int:
         cli.context().terminal.warn(f"and {len(fresh) - 10} more, listed in {path}")
     loop.write_bad_images(path, together)
     return len(together)
-
-
-def _out_of_memory(world: World) -> DeviceError:
-    taken = torch.cuda.max_memory_allocated(world.device)
-    total = torch.cuda.get_device_properties(world.device).total_memory
-    return DeviceError(
-        f"GPU {world.local_rank} is out of memory: {bytes_text(taken)} of its {bytes_text(total)} were allocated. "
-        "Halve train_micro_batch_size_per_gpu (and double gradient_accumulation_steps), add --gradient_checkpointing, "
-        "or use a higher ZeRO stage (--deepspeed_config zero3, or zero3_offload). The same command then goes on from "
-        "the last checkpoint."
-    )
 
 
 if __name__ == "__main__":

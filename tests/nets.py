@@ -23,6 +23,11 @@ def with_batchnorm(num_classes: int) -> nn.Module:
     return Tiny(num_classes=num_classes, norm=True)
 
 
+def with_dropout(num_classes: int) -> nn.Module:
+    """A network that draws random numbers in training."""
+    return nn.Sequential(nn.Dropout(0.5), Tiny(num_classes=num_classes, norm=True))
+
+
 def without_batchnorm(num_classes: int) -> nn.Module:
     """A network whose loss does not depend on how a batch is split."""
     return Tiny(num_classes=num_classes, norm=False)

@@ -11,7 +11,9 @@ from torch import nn
 
 from dsimg import models
 from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
-from dsimg.engine import Engine, OptimizerSpec, World, start_world
+from dsimg.engine import Engine
+from dsimg.optimizers import OptimizerSpec
+from dsimg.world import World, start_world
 from tests import nets
 
 STAGES = (0, 1, 2, 3)
@@ -87,7 +89,7 @@ def main() -> None:
         take_steps(engine, world, 0, 3)
         engine.pool_batchnorm()
         path = folder / f"{name}_{saved}"
-        save_checkpoint(path, engine, {"step": 3, "epoch": 1, "skipped_steps": 0})
+        save_checkpoint(path, engine, {"step": 3, "epoch": 1, "engine": engine.counters()})
         expected = take_steps(engine, world, 3, 6)
         with engine.ema_weights():
             expected_average = engine.full_state()
@@ -95,6 +97,7 @@ def main() -> None:
             other = make_engine(world, loaded, seed=99, norm=True, ema=0.9)
             load_checkpoint(checkpoints(path)[-1], other)
             state = read_state(checkpoints(path)[-1])
+            other.load_counters(state["engine"])
             got = take_steps(other, world, 3, 6)
             with other.ema_weights():
                 average = other.full_state()

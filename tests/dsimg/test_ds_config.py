@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dsimg.ds_config import resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.errors import ConfigError, DsimgError
 from tests.dsimg.ds_cases import installed_deepspeed_config, resolve, stage, texts
@@ -91,6 +92,8 @@ def test_the_best_of_several_verdicts_is_given_where_not_stated_otherwise() -> N
         "onecycle_adamw.json",
         "bfloat16_old_block.json",
         "zero_stage_string.json",
+        # aio is for NVMe, from which dsimg's checkpoints cannot read.
+        "aio_inside_zero.json",
         # The stage has a batch size, so there is nothing the user must mend.
         "batch_missing.json",
         # hjson takes it; a comma that is missing may be a line that is missing.
@@ -268,7 +271,7 @@ def test_offloading() -> None:
     raw: dict[str, Any] = {"zero_optimization": {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": True}}
     result = resolve(raw)
     assert result.config["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert (result.offload_optimizer, result.offload_param) == (True, False)
+    assert result.offload_optimizer
     assert result.config["zero_force_ds_cpu_optimizer"] is False
     assert "slower for a model of this size (25.6 M parameters)" in " ".join(texts(result, "fact"))
     large = resolve(raw, parameter_count=3_000_000_000)
@@ -295,6 +298,79 @@ def test_zeropp_partition_against_the_world() -> None:
     assert "without effect at ZeRO stage 2, only stage 3 reads it" in texts(early, "warning")[0]
     weights = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}, "bf16": {"enabled": True}}
     assert "zero_quantized_weights" not in resolve(weights, has_batchnorm=True).config["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "block", "note"),
+    [
+        (
+            {"managed_gradient_accumulation": False},
+            "",
+            "managed_gradient_accumulation: false is set to true: dsimg itself says where a step ends",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
+            "zero_optimization",
+            "zero_optimization.compute_grad_norm: false is set to true: the norm is shown, and tells which steps are "
+            "not finite",
+        ),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}, "zero_optimization": {"stage": 1}},
+            "bf16",
+            "bf16.check_grad_overflow: false is set to true: a step whose gradient is not finite is to be skipped",
+        ),
+    ],
+)
+def test_what_dsimg_relies_on_cannot_be_turned_off(raw: dict[str, Any], block: str, note: str) -> None:
+    result = resolve({"train_batch_size": 8, **raw})
+    key = note.split(":")[0].removeprefix(f"{block}.")
+    assert (result.config[block] if block else result.config)[key] is True
+    assert texts(result, "changed") == [note]
+    assert installed_deepspeed_config().DeepSpeedConfig(result.config).managed_gradient_accumulation
+
+
+def test_what_dsimg_relies_on_is_not_written_where_the_file_leaves_it_alone() -> None:
+    result = resolve({"train_batch_size": 8, "bf16": {"enabled": False, "check_grad_overflow": False}})
+    assert texts(result, "changed") == []
+    assert result.config == {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+    }
+
+
+def test_a_monitor_without_its_package_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw: dict[str, Any] = {name: {"enabled": True} for name in ("tensorboard", "csv_monitor", "wandb", "comet")}
+    asked: list[str] = []
+
+    def only_wandb(module: str) -> bool:
+        asked.append(module)
+        return module == "wandb"
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(raw, installed=only_wandb)
+    assert str(caught.value) == (
+        "user.json: tensorboard, comet are enabled and their packages are not installed; pip install tensorboard "
+        "'comet_ml>=3.41', or disable what is not wanted"
+    )
+    assert asked == ["tensorboard", "wandb", "comet_ml"]
+    assert "comet to its default place" in " ".join(texts(resolve(raw), "fact"))
+    off = {"wandb": {"enabled": False}, "csv_monitor": {"enabled": True}}
+    assert resolve(off, installed=lambda module: False).config["csv_monitor"] == {"enabled": True}
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    with pytest.raises(ConfigError, match="wandb is enabled and its package is not installed; pip install wandb, or"):
+        resolve_ds_config(
+            {"wandb": {"enabled": True}},
+            source="user.json",
+            world_size=1,
+            device="cpu",
+            has_batchnorm=False,
+            bf16_fast=False,
+            parameter_count=None,
+            defaults=stage(),
+        )
 
 
 def test_what_deserves_a_word_gets_one() -> None:
@@ -334,7 +410,7 @@ def test_each_shipped_file_resolves_everywhere(name: str, world: int, device: st
     assert '"auto"' not in json.dumps(result.config)
     assert result.zero_stage == (int(name[4]) if name.startswith("zero") else 2 if name == "demo" else 0)
     expected = "fp16" if name == "fp16" else "bf16"
-    autocast = batchnorm or (name == "fp16" and device == "cpu")
+    autocast = batchnorm or name == "fp16"
     assert result.precision == (f"{expected} autocast" if autocast else expected)
     assert texts(result, "warning") == []
     assert result.offload_optimizer == name.endswith("offload")

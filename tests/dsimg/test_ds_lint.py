@@ -58,7 +58,16 @@ def test_all_wrong_keys_of_a_file_are_in_one_message() -> None:
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "mics_shard_size: removed from DeepSpeed 0.19"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-            'zero_optimization.offload_param: device is nvme and nvme_path is missing; add "nvme_path"',
+            "zero_optimization.offload_param: device is nvme (and nvme_path is missing), and dsimg's checkpoints "
+            'cannot read states that are swapped to NVMe; write "device": "cpu"',
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "NVMe", "nvme_path": "/disk"}}},
+            "zero_optimization.offload_optimizer: device is nvme, and dsimg's checkpoints cannot read states",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "aio": {"queue_depth": 32}}},
+            "zero_optimization.aio: its place is the top level, but it is for NVMe, where dsimg cannot offload to",
         ),
     ],
 )
@@ -74,7 +83,12 @@ def test_removed_blocks_are_all_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("raw", "key", "value", "note"),
     [
-        ({"fp16": True}, "fp16", {"enabled": True}, 'fp16: true is read as {"enabled": true}'),
+        (
+            {"fp16": True, "zero_optimization": {"stage": 1}},
+            "fp16",
+            {"enabled": True},
+            'fp16: true is read as {"enabled": true}',
+        ),
         ({"bfloat16": {"enabled": True}}, "bf16", {"enabled": True}, "bfloat16 is the old name of bf16"),
         ({"amp": {"enabled": True}}, "bf16", {"enabled": True}, "amp: Apex removed from DeepSpeed; bf16 is used"),
         (
@@ -89,12 +103,6 @@ def test_removed_blocks_are_all_named_at_once() -> None:
             "zero_optimization",
             {"stage": 2},
             'zero_optimization.stage: number in quotes, "2", read as 2',
-        ),
-        (
-            {"zero_optimization": {"stage": 3, "aio": {"queue_depth": 32}}},
-            "aio",
-            {"queue_depth": 32},
-            "zero_optimization.aio belongs at the top level",
         ),
         (
             {"optimizer": {"type": "FusedAdam", "params": {"lr": "1e-1"}}},

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from dsimg import models
-from dsimg.engine import Engine, OptimizerSpec, start_world
-from dsimg.errors import DeviceError
+from dsimg.engine import Engine
 from dsimg.memory import estimate_rank_memory
+from dsimg.optimizers import OptimizerSpec
+from dsimg.world import start_world
 from tests import nets
 from tests.conftest import Launch
 
@@ -83,22 +84,25 @@ def test_the_gradient_norm_is_the_true_one(stage: int, precision: str) -> None:
     assert (info.loss_scale == 65536.0) == (precision == "fp16 autocast")
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16 autocast"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_clipping_limits_the_update(stage: int) -> None:
-    engine = make_engine(stage, clip=0.01)
+def test_clipping_limits_the_update(stage: int, precision: str) -> None:
+    """DeepSpeed 0.19.8 clips fp16 autocast's scaled gradients as if they were not: to a 65,536th of what is asked."""
+    engine = make_engine(stage, precision, clip=0.01)
     before = engine.full_state()
     one_step(engine)
     after = engine.full_state()
     decay = {name for name, tensor in before.items() if tensor.dim() > 1}
     moved = [after[n] - before[n] * (1 - 0.1 * 0.01 * 1.9 * (n in decay)) for n in before]
     # Nesterov's first step is lr * (1 + momentum) * gradient.
-    assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1.9 * 0.01, rel=1e-3)
+    assert float(torch.nn.utils.get_total_norm(moved)) == pytest.approx(0.1 * 1.9 * 0.01, rel=5e-3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16 autocast", "fp16 autocast"])
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(stage: int, precision: str) -> None:
-    engine = make_engine(stage, precision)
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(stage: int, precision: str, clip: float) -> None:
+    engine = make_engine(stage, precision, clip=clip)
     one_step(engine)
     before = engine.full_state()
     info = one_step(engine, seed=1, poison=True)
@@ -149,10 +153,11 @@ def test_accumulated_micro_batches_make_one_step(stage: int) -> None:
 def test_ema_is_the_average_of_the_fp32_weights(stage: int, precision: str) -> None:
     engine = make_engine(stage, precision, ema=0.9)
     average = {name: tensor.clone() for name, tensor in engine.full_state().items()}
-    for seed in range(3):
-        one_step(engine, seed=seed)
+    for step in range(1, 4):
+        one_step(engine, seed=step)
+        decay = min(0.9, (1 + step) / (10 + step))  # the first weights are soon forgotten
         for name, tensor in engine.full_state().items():
-            average[name].lerp_(tensor, 0.1)
+            average[name].lerp_(tensor, 1 - decay)
     trained = engine.full_state()
     images, _ = batch()
     engine.eval()
@@ -213,16 +218,6 @@ def test_the_memory_estimate_is_what_is_allocated(stage: int, precision: str) ->
     assert measured["optimizer"] == pytest.approx(estimate.optimizer, rel=0.1)
 
 
-def test_the_shared_memory_operator_is_never_compiled(launch: Launch) -> None:
-    code = (
-        "from dsimg.engine import start_world; w = start_world(); import deepspeed.comm.comm as c, os;"
-        "assert c.cdb.shm_comm_op is None; print(w.size, flush=True); os._exit(0)"
-    )
-    results = launch(2, "-c", code)
-    assert [result.returncode for result in results] == [0, 0], results[0].stdout
-    assert [result.stdout.splitlines()[-1] for result in results] == ["2", "2"]
-
-
 def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
     """Losses, pooled BatchNorm, weights and checkpoints across worlds and stages: see rank_program.py."""
     for name, size in (("one", 1), ("two", 2)):
@@ -236,10 +231,72 @@ def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
     assert two["restored"] == {f"{a}->{b}": True for a in STAGES for b in STAGES}
 
 
-def test_more_ranks_than_gpus_is_an_error_that_says_how_many_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name, value in (("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    with pytest.raises(DeviceError, match=r"2 ranks .* has 1 GPU\(s\).*deepspeed --num_gpus 1"):
-        start_world()
+def test_ema_averages_batchnorm_statistics_too() -> None:
+    torch.manual_seed(0)
+    model = nets.with_batchnorm(3)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
+    groups = models.parameter_groups(model, 0.0)
+    spec = OptimizerSpec(name="sgd")
+    engine = Engine(model, config=config, groups=groups, optimizer=spec, lr=0.1, world=start_world(), ema_decay=0.9)
+    engine.train()
+    average = torch.zeros(8)
+    for step in range(1, 4):
+        one_step(engine, seed=step)
+        average.lerp_(engine.full_state()["1.running_mean"], 1 - (1 + step) / (10 + step))
+    with engine.ema_weights():
+        torch.testing.assert_close(engine.full_state()["1.running_mean"], average)
+    assert not torch.allclose(engine.full_state()["1.running_mean"], average)
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3 * 32 * 32, 8)
+        self.frozen.requires_grad_(False)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, 8)."""
+        hidden: Tensor = self.second(self.first(self.frozen(images.flatten(1))).relu())
+        return hidden
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tied_and_frozen_weights_are_saved_whole(stage: int) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    frozen = model.frozen.weight.detach().clone()
+    groups = models.parameter_groups(model, 0.0)
+    spec = OptimizerSpec(name="sgd")
+    engine = Engine(model, config=config, groups=groups, optimizer=spec, lr=0.1, world=start_world())
+    engine.train()
+    one_step(engine)
+    state = engine.full_state()
+    assert set(state) == set(Tied().state_dict())
+    assert torch.equal(state["frozen.weight"], frozen)
+    assert torch.equal(state["first.weight"], state["second.weight"])
+    Tied().load_state_dict(state)
+
+
+def test_fp16_autocasts_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsimg.engine.SCALE_GROWTH_STEPS", 3)
+    engine = make_engine(2, "fp16 autocast")
+    scales = [one_step(engine, seed=seed).loss_scale for seed in range(4)]
+    assert scales == [65536.0, 65536.0, 65536.0, 131072.0]

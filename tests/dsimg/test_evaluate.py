@@ -79,3 +79,16 @@ def test_1003_images_on_one_two_and_three_ranks_and_at_zero_3(trained: Path, tmp
     for other in reports[1:]:
         assert {key: other[key] for key in COUNTS} == {key: reports[0][key] for key in COUNTS}
         assert other["loss"] == pytest.approx(reports[0]["loss"], rel=1e-5)
+
+
+def test_a_data_set_that_was_moved_gives_the_held_out_images(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "data", train=10, val=1)
+    shutil.move(root / "train", tmp_path / "insects")
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 8, "model": "tests.nets:with_batchnorm", "augment": "none"}
+    train(TrainConfig(data=str(tmp_path / "insects"), out=tmp_path / "run", **options))
+    shutil.move(tmp_path / "insects", tmp_path / "elsewhere")
+    evaluate(EvaluateConfig(source=tmp_path / "run", data=str(tmp_path / "elsewhere")))
+    (written,) = (tmp_path / "run" / "evaluations").iterdir()
+    assert written.name.startswith("elsewhere-")
+    assert report(written)["images"] == 4
+    assert report(written)["confusion"] == report(tmp_path / "run")["confusion"]

@@ -15,7 +15,7 @@ MODEL = {"arch": "resnet18", "num_classes": 2, "classes": ["ant", "bee"], "prepr
 def finished_run(path: Path) -> Run:
     run, _ = Run.begin(path, stage="train", config=CONFIG)
     (path / "labels.txt").write_text("ant\nbee\n")
-    run.finish(seed=0, parents=[], model=MODEL, metrics={"top1": 0.5})
+    run.finish(seed=0, model=MODEL, metrics={"top1": 0.5})
     return run
 
 
@@ -33,8 +33,8 @@ def test_a_run_is_new_then_unfinished_then_finished(tmp_path: Path) -> None:
 
 def test_the_manifest_says_what_was_made_of_what(tmp_path: Path) -> None:
     parent = finished_run(tmp_path / "parent")
-    child, _ = Run.begin(tmp_path / "child", stage="prune", config={"ratio": 0.5})
-    child.finish(seed=7, parents=[parent], model=MODEL, metrics={})
+    child, _ = Run.begin(tmp_path / "child", stage="prune", config={"ratio": 0.5}, parents=[parent])
+    child.finish(seed=7, model=MODEL, metrics={})
     manifest = json.loads((tmp_path / "child" / "run.json").read_text())
     assert manifest["schema"] == 1
     assert manifest["stage"] == "prune"
@@ -114,3 +114,10 @@ def test_writing_is_atomic_and_leaves_no_temporary_file(tmp_path: Path) -> None:
         write_atomically(tmp_path / "missing" / "x", b"")
     assert json.loads(target.read_text()) == {"a": "é"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["value.json"]
+
+
+def test_a_run_cannot_replace_the_run_that_it_reads(tmp_path: Path) -> None:
+    parent = finished_run(tmp_path / "a")
+    with pytest.raises(RunError, match="the very run that this one reads"):
+        Run.begin(tmp_path / "a", stage="train", config=CONFIG, parents=[parent], overwrite=True)
+    assert Run.open(tmp_path / "a").manifest == parent.manifest
