@@ -147,7 +147,7 @@ def test_the_loss_of_contributing_passes_its_test() -> None:
 def test_the_stage_of_contributing_makes_a_run(tmp_path: Path) -> None:
     source, _ = Run.begin(tmp_path / "source", stage="train", config={})
     save_weights({"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}, tmp_path / "source/weights.safetensors")
-    source.finish(seed=0, parents=[], model={"arch": "toy"}, metrics={})
+    source.finish(seed=0, model={"arch": "toy"}, metrics={})
     names: dict[str, Any] = {"__name__": "dsimg_count"}
     exec(compile(python_blocks()[2], "CONTRIBUTING.md", "exec"), names)
     count, config = names["count"], names["CountConfig"]
