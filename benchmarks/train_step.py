@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 from torch import nn
@@ -36,6 +35,9 @@ from dsimg.meter import Meter, MetricsFile
 from dsimg.optimizers import OptimizerSpec
 from dsimg.steps import StepPlan
 from dsimg.world import World, bf16_is_fast, start_world
+
+# isort: split
+import deepspeed  # after dsimg.world, which tells it the device
 
 BATCH = 128
 STAGES = (0, 1, 2, 3)

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
 from torch import Tensor, nn
 
 from dsimg.optimizers import OptimizerSpec, build_optimizer
 from dsimg.world import World
+
+# isort: split
+import deepspeed  # after dsimg.world, which tells it the device
 
 
 def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:

@@ -1,5 +1,9 @@
 """Joining the ranks, and what they say to one another."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -51,3 +55,16 @@ def test_ranks_hear_rank_zero_and_add_up(launch: Launch) -> None:
     )
     results = launch(3, "-c", code)
     assert [result.stdout.splitlines()[-1] for result in results] == ["from 0 [0, 1, 2] 6.0"] * 3
+
+
+def test_importing_the_stages_prints_nothing() -> None:
+    """DeepSpeed warns on import that there is no GPU, unless it was told the device."""
+    environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    answer = subprocess.run(
+        [sys.executable, "-c", "import dsimg.train, dsimg.evaluate"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (answer.stdout, answer.stderr) == ("", "")
