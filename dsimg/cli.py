@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 the user can mend it, 75 stopped on request and resumable, anything else a bug.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -79,10 +80,14 @@ def _unexpected(error: BaseException, chatter: Chatter | None) -> tuple[int, str
     """Return the exit code and the text for an exception that is not a user's error; the log gets its traceback."""
     trace = "".join(traceback.format_exception(error))
     if chatter is not None:
-        os.write(2, trace.encode(errors="backslashreplace"))
+        with contextlib.suppress(OSError):  # a full disk must not hide what happened
+            os.write(2, trace.encode(errors="backslashreplace"))
     # torch raises this at whatever line the main thread is when the kernel kills a decoding worker.
     if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
         return 2, f"error: {error} If memory ran out, give fewer --workers; the same command resumes the run."
+    # What a rank sees of another's end, in gloo's and in NCCL's words.
+    if any(sign in trace for sign in ("gloo/transport", "Connection closed by peer", "DistBackendError")):
+        return 1, "error: another rank ended, and this one with it. What that rank said stands above or in its log."
     where = f" Log: {chatter.path}" if chatter is not None and chatter.has_place else ""
     return 1, f"{trace}This is a bug in dsimg, or in a library it uses; please report it.{where}"
 

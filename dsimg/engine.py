@@ -269,9 +269,10 @@ class Engine:
 
     @torch.no_grad()
     def pool_batchnorm(self) -> None:
-        """Make the BatchNorm running statistics those of all ranks' data: DeepSpeed never synchronises them.
+        """Make the BatchNorm running statistics, and EMA's averages of them, those of all ranks' data.
 
-        The pooled mean is the mean of means; the pooled variance adds the variance of the means.
+        DeepSpeed never synchronises them. The pooled mean is the mean of means; the pooled variance adds the variance
+        of the means.
         """
         layers = [
             m for m in self.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats
@@ -280,7 +281,13 @@ class Engine:
             return
         means = [layer.running_mean for layer in layers if layer.running_mean is not None]
         variances = [layer.running_var for layer in layers if layer.running_var is not None]
-        own_mean, own_variance = (torch.cat(parts).double() for parts in (means, variances))
+        self._pool(means, variances)
+        if self._ema:
+            average = {id(own): mean for own, mean in zip(self._float_buffers(), self._ema_buffers, strict=True)}
+            self._pool([average[id(mean)] for mean in means], [average[id(variance)] for variance in variances])
+
+    def _pool(self, means: Sequence[Tensor], variances: Sequence[Tensor]) -> None:
+        own_mean, own_variance = (torch.cat(list(parts)).double() for parts in (means, variances))
         mean = self.world.sum(own_mean.clone()) / self.world.size
         variance = self.world.sum(own_variance + (own_mean - mean).square()) / self.world.size
         sizes = [m.numel() for m in means]
@@ -392,7 +399,6 @@ class Engine:
             return
         kept = [tensor.detach().clone() for tensor in (*self.owners(), *self._float_buffers())]
         self._put((*self._ema, *self._ema_buffers))
-        self.pool_batchnorm()
         try:
             yield
         finally:
@@ -437,7 +443,9 @@ class Engine:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if parameter in self._names:
                 state[name] = state[self._names[parameter]]
-        buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
+        buffers = {
+            name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers(remove_duplicate=False)
+        }
         everything = {**state, **frozen, **buffers}
         return {name: everything[name] for name in self.module.state_dict(keep_vars=True)}
 

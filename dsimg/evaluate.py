@@ -16,7 +16,7 @@ from dsimg.console import count_text
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.engine import inference_forward
-from dsimg.errors import ConfigError
+from dsimg.errors import ConfigError, DataError, RunError
 from dsimg.folder import Split, find_labelled, read_index
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
@@ -63,6 +63,8 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
     split, notes = world.on_rank_zero(lambda: _find_split(run, config.data, classes))
     model = models.build_model(described["arch"], num_classes=len(classes), input_size=preprocess.input_size[1])
     restore_weights(model, read_weights(run.file("weights")), source=str(run.path))
+    out = config.out or run.path / "evaluations" / _name(config.data)
+    world.on_rank_zero(lambda: _make_folder(out))
     resolved, precision = _resolve(settings, model, world, config)
     workers = decoding_workers(world.local_size) if config.workers is None else config.workers
     rows = [
@@ -91,12 +93,17 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
         remedy = "Give a smaller --batch_size, more ranks with --deepspeed_config zero3, or bf16 in its JSON."
         raise world.out_of_memory(remedy) from error
     if result is not None:
-        out = config.out or run.path / "evaluations" / _name(config.data)
-        out.mkdir(parents=True, exist_ok=True)
         loop.write_evaluation(out, result, classes)
         terminal.table("result", [*loop.result_rows(result.report), ("report", str(out / "evaluation.json"))])
         terminal.grid(("class", "images", "right", "accuracy"), _worst_classes(result.report))
     return result
+
+
+def _make_folder(out: Path) -> None:
+    """Make the folder of an evaluation. Raises RunError when it is a run, whose own evaluation would be replaced."""
+    if out.is_dir() and any((out / name).exists() for name in ("run.json", "config.json")):
+        raise RunError(f"--out {out} is a run folder. Choose another one for the evaluation.")
+    out.mkdir(parents=True, exist_ok=True)
 
 
 def _name(folder: str | None) -> str:
@@ -111,6 +118,10 @@ def _find_split(run: Run, folder: str | None, classes: list[str]) -> tuple[Split
     """Return the images to measure on. The folder that the run was trained on gives what training held out."""
     index = read_index(run.file("index"))
     held_out = ("the images that training held out",)
+    if folder is None and not index.val.folder.is_dir():
+        raise DataError(
+            f"{index.val.folder}, which the run was trained with, is not there. Give its place now with --data."
+        )
     if folder is None or Path(folder).resolve() == index.root.resolve():
         return index.val, held_out
     moved = Path(folder) / index.val.folder.relative_to(index.root)

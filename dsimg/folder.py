@@ -1,5 +1,6 @@
 """From a folder of images to lists of files with labels, and the index that keeps them with a run."""
 
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -116,20 +117,16 @@ def find_labelled(root: Path, classes: Sequence[str]) -> tuple[Split, tuple[str,
 def find_leaks(folder: ImageFolder) -> list[tuple[Path, Path]]:
     """Return (training file, validation file) for each validation file that is byte for byte a training file.
 
-    Costs a stat a file and reads the files of equal size. Raises DataError where a file is gone.
+    Costs a stat a file and reads the files of equal size. A file that cannot be read is left to decoding to name.
     """
-    try:
-        val = [(path, path.stat().st_size) for path in _paths(folder.val)]
-        sizes = {size for _, size in val if size}  # empty files are bad, not equal
-        train = [(path, path.stat().st_size) for path in _paths(folder.train)]
-        originals: dict[bytes, Path] = {}
-        for path, size in train:
-            if size in sizes:
-                originals.setdefault(_digest(path), path)
-        sizes &= {size for _, size in train}
-        digests = [(_digest(path), path) for path, size in val if size in sizes]
-    except OSError as error:
-        raise DataError(f"{shown(error.filename)}: {error.strerror}; list the folder again.") from None
+    val, train = list(_with_sizes(folder.val)), list(_with_sizes(folder.train))
+    sizes = {size for _, size in val if size}  # empty files are bad, not equal
+    originals: dict[bytes, Path] = {}
+    for path, size in train:
+        if size in sizes and (digest := _digest(path)):
+            originals.setdefault(digest, path)
+    sizes &= {size for _, size in train}
+    digests = [(_digest(path), path) for path, size in val if size in sizes]
     return [(originals[digest], path) for digest, path in digests if digest in originals]
 
 
@@ -386,8 +383,18 @@ def _paths(split: Split) -> Iterator[Path]:
     return (split.folder / name for name in split.files)
 
 
+def _with_sizes(split: Split) -> Iterator[tuple[Path, int]]:
+    for path in _paths(split):
+        with contextlib.suppress(OSError):
+            yield path, path.stat().st_size
+
+
 def _digest(path: Path) -> bytes:
-    return hashlib.blake2b(path.read_bytes()).digest()
+    """Return a hash of a file's bytes, or nothing when they cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def _records(folder: ImageFolder) -> Iterator[Any]:

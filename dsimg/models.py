@@ -5,6 +5,7 @@
 to logits (N, num_classes).
 """
 
+import copy
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import GoogLeNetOutputs, InceptionOutputs
@@ -175,7 +175,7 @@ def _build_user(arch: str, *, num_classes: int) -> nn.Module:
         sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise ModelError(
             f"--model {arch}: importing '{module_name}' failed: {type(error).__name__}: {error}. Give a "
             f"module that `python -c 'import {module_name}'` can import, from this folder or installed."
@@ -188,7 +188,7 @@ def _build_user(arch: str, *, num_classes: int) -> nn.Module:
         )
     try:
         model = function(num_classes=num_classes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"--model {arch}: {function_name}(num_classes={num_classes}) failed: {type(error).__name__}: "
             f"{error}. It must take num_classes and return a torch.nn.Module."
@@ -323,22 +323,35 @@ def _passes(model: nn.Module, size: int) -> bool:
 
 def _dry_forward(model: nn.Module, shape: Sequence[int], *, device: str | None, training: bool) -> object:
     """Run the model on images of this shape without changing it; on its own device when `device` is None."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    # Copies, because BatchNorm in train mode writes to its buffers.
-    copies = {
-        name: tensor.detach().to(device) if device else tensor.detach().clone() for name, tensor in tensors.items()
-    }
-    first = next(iter(tensors.values()), torch.empty(0))
+    first = next(iter(model.parameters()), torch.empty(0))
     place = torch.device(device or first.device)
+    # A copy, because BatchNorm in train mode writes to its buffers. Its tensors are given, so that the large ones are
+    # not copied to be thrown away, and tensors and modules with several names keep them.
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        moved = tensor.detach().to(place) if device else tensor.detach().clone()
+        memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    twin = copy.deepcopy(model, memo).train(training)
     random_devices = [place] if place.type == "cuda" else []
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=random_devices):
-            return functional_call(model, copies, (torch.zeros(shape, device=place),))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with torch.no_grad(), torch.random.fork_rng(devices=random_devices):
+        return twin(torch.zeros(shape, device=place))
+
+
+def check_trainable(model: nn.Module, arch: str) -> None:
+    """Raise ModelError for what DeepSpeed or a run folder cannot hold: nothing to train, 0-dim weights, extra state."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ModelError(f"{arch} has no parameter to train. Leave requires_grad on for at least its last layer.")
+    scalars = [name for name, parameter in trained.items() if parameter.dim() == 0]
+    if scalars:
+        raise ModelError(
+            f"{arch}: {scalars[0]} has no dimension, which DeepSpeed cannot share out. Give it shape (1,)."
+        )
+    extra = [name for name, value in model.state_dict().items() if not isinstance(value, Tensor)]
+    if extra:
+        raise ModelError(
+            f"{arch}: {extra[0]} is state that is not a tensor, which a run cannot hold. Make it a buffer."
+        )
 
 
 def has_batchnorm(model: nn.Module) -> bool:

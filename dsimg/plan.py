@@ -77,18 +77,28 @@ class TrainPlan:
 
 
 def plan_training(
-    config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_size: int, world: World, index: Path | None
+    config: TrainConfig,
+    raw: dict[str, Any],
+    *,
+    ds_source: str,
+    batch_size: int,
+    world: World,
+    index: Path | None,
+    preprocess: Preprocess | None,
 ) -> TrainPlan:
     """Decide everything, and check it, before a run folder is made or memory taken.
 
-    `index` is that of the run that is resumed: its images are the same ones, whatever has come into the folder since.
+    `index` and `preprocess` are those of the run that is resumed: it goes on with the same images, taken in the same
+    way, whatever has happened to the folder and to --weights since.
     """
     folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config, index))
-    arch, preprocess = _choose_model(config, sizes)
+    arch, chosen = _choose_model(config, sizes) if preprocess is None else (_arch(config, sizes), preprocess)
+    preprocess = chosen
     model = models.build_model(arch, num_classes=len(folder.classes), input_size=preprocess.input_size[1])
     rows = [("data", f"{folder.root}: {len(folder.train.files):,} training images, {len(folder.classes)} classes")]
     rows.append(("validation", f"{len(folder.val.files):,} images"))
     rows += [("", note) for note in notes]
+    models.check_trainable(model, arch)
     models.check_input_size(model, preprocess.input_size[1], arch, num_classes=len(folder.classes))
     parameters = models.count_parameters(model)
     macs = models.count_macs(model, preprocess.input_size[1])
@@ -237,11 +247,19 @@ def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, li
     return folder, sample_sizes(folder.train), notes
 
 
+def _are_small(sizes: list[tuple[int, int]]) -> bool:
+    return bool(sizes) and max(max(size) for size in sizes) <= 64
+
+
+def _arch(config: TrainConfig, sizes: list[tuple[int, int]]) -> str:
+    return config.model or ("cifar_resnet20" if _are_small(sizes) else "resnet50")
+
+
 def _choose_model(config: TrainConfig, sizes: list[tuple[int, int]]) -> tuple[str, Preprocess]:
     """Return the architecture and how it takes images: small images keep their size."""
     longest = [max(size) for size in sizes]
-    small = bool(longest) and max(longest) <= 64
-    arch = config.model or ("cifar_resnet20" if small else "resnet50")
+    small = _are_small(sizes)
+    arch = _arch(config, sizes)
     image_size = config.image_size
     of_a_file = (
         config.weights is not None and not Path(config.weights).is_dir() and models.looks_like_file(config.weights)
@@ -264,7 +282,7 @@ def _own_optimizer(config: TrainConfig, ds: DsConfig, name: str, world: World) -
     params = dict(ds.optimizer["params"])
     own = {"lr", "weight_decay", "momentum", "nesterov", "betas", "eps", "torch_adam", "adam_w_mode"}
     offloaded = ds.offload_optimizer and world.device.type == "cuda"
-    if kind not in ("sgd", "adam", "adamw") or offloaded or set(params) - own:
+    if kind not in ("sgd", "adam", "adamw", "lamb") or offloaded or set(params) - own:
         return None
     if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam decays weights as AdamW does
         kind = "adamw"

@@ -105,6 +105,7 @@ class TrainConfig:
         for name, rate in {
             "lr": self.lr,
             "momentum": self.momentum,
+            "gradient_clipping": self.gradient_clipping,
             "weight_decay": self.weight_decay,
             "warmup_epochs": self.warmup_epochs,
         }.items():

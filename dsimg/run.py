@@ -4,6 +4,8 @@ A stage begins a run, writes its files into it, and finishes it by writing `run.
 `run.json` is unfinished. Nothing here imports torch.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -50,13 +52,31 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
-    write_atomically(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomically(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
 
 
 def sha256(path: Path) -> str:
     """Return the hex digest of a file's bytes."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+_locks: list[Any] = []  # held until the process ends, however it ends
+
+
+def hold_lock(path: Path) -> None:
+    """Keep other processes out of a run folder for as long as this one lives. Raises RunError when one is in it."""
+    stream = (path / ".lock").open("w")
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        stream.close()
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise RunError(
+                f"another process is writing the run {path}. Wait for it, or choose another --out."
+            ) from error
+        return  # a file system without locks
+    _locks.append(stream)
 
 
 def git_commit() -> str | None:
@@ -91,17 +111,23 @@ class Run:
         config: Mapping[str, Any],
         free: Sequence[str] = (),
         parents: Sequence["Run"] = (),
+        reads: Sequence[Path] = (),
         overwrite: bool = False,
     ) -> tuple["Run", State]:
         """Claim `path` for a stage's run and write its `config.json`.
 
         `config` is JSON-able; `free` names its keys that may differ when the same run is started again. `parents` are
-        the runs that this one reads, as they are now.
+        the runs that this one reads, as they are now; `reads` are other files and folders that it reads, which must
+        not lie in `path`, nor `path` in them.
         Raises RunError when the folder holds something else: another stage, another config, no run at all.
         """
         state = cls.state(path)
-        if any(run.path.resolve() == path.resolve() for run in parents):
-            raise RunError(f"--out {path} is the very run that this one reads. Choose another --out.")
+        here = path.resolve()
+        for other in (*(run.path.resolve() for run in parents), *(read.resolve() for read in reads)):
+            if other == here or here in other.parents or other in here.parents:
+                raise RunError(
+                    f"--out {path} and {other}, which the run reads, lie in one another. Choose another --out."
+                )
         if state != "new" and overwrite:
             shutil.rmtree(path)
             state = "new"
@@ -131,7 +157,7 @@ class Run:
             return "finished"
         if (path / "config.json").exists():
             return "unfinished"
-        if any(entry.name != "logs" for entry in path.iterdir()):
+        if any(entry.name != "logs" and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise RunError(f"--out {path} is a folder that holds something other than a run. Choose another --out.")
         return "new"
 

@@ -25,8 +25,9 @@ from dsimg.folder import write_index
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, check_against_json, data_path, json_lr, plan_training
+from dsimg.preprocess import Preprocess
 from dsimg.recipe import TrainConfig
-from dsimg.run import Run, State, write_atomically, write_json
+from dsimg.run import Run, State, hold_lock, write_atomically, write_json
 from dsimg.weights import save_weights
 from dsimg.workers import decoding_workers
 from dsimg.world import World, start_world
@@ -87,15 +88,23 @@ def _last_checkpoint(path: Path, config: TrainConfig) -> tuple[Path | None, dict
 
 def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, resuming: bool) -> None:
     """Make the run folder, or find it again, with what is known before the first step."""
-    parents = []
-    if config.weights is not None and Path(config.weights).is_dir() and not resuming:
-        parents = [Run.open(Path(config.weights))]
-    Run.begin(path, stage="train", config=_as_json(config), free=FREE, parents=parents, overwrite=config.overwrite)
+    weights = [Path(config.weights)] if config.weights is not None and Path(config.weights).exists() else []
+    parents = [Run.open(path) for path in weights if path.is_dir() and not resuming]
+    Run.begin(
+        path,
+        stage="train",
+        config=_as_json(config),
+        free=FREE,
+        parents=parents,
+        reads=[setup.folder.train.folder, setup.folder.val.folder, *weights],
+        overwrite=config.overwrite,
+    )
+    hold_lock(path)
     write_json(path / "ds_config.json", setup.ds.config)
+    labels = "".join(f"{name}\n" for name in setup.folder.classes)
+    write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
     if not resuming:
         write_index(setup.folder, path / "index.jsonl.gz")
-        labels = "".join(f"{name}\n" for name in setup.folder.classes)
-        write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
@@ -114,6 +123,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         batch_size=batch_size,
         world=world,
         index=path / "index.jsonl.gz" if saved else None,
+        preprocess=Preprocess.from_dict(state["preprocess"]) if saved else None,
     )
     # What a DeepSpeed JSON may not change between a stop and a resume.
     same = {
@@ -223,6 +233,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
                 terminal.say(f"epoch {epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
         keep_bad_images(loader.bad)
         state = {"step": step, "epoch": epoch, "engine": engine.counters(), **same}
+        state["preprocess"] = setup.preprocess.as_dict()
         save_checkpoint(path / "checkpoints", engine, state)
 
     loop.fit(

@@ -1,5 +1,6 @@
 """Networks for tests: a user's own, small enough to train in a moment."""
 
+import torch
 from torch import Tensor, nn
 
 
@@ -46,3 +47,63 @@ class Poisoned(nn.Module):
         self.forwards += self.training and images.device.type != "meta"
         logits: Tensor = self.body(images)
         return logits * float("nan") if self.training and self.forwards == 3 else logits
+
+
+def frozen(num_classes: int) -> nn.Module:
+    """A network with nothing to train."""
+    return Tiny(num_classes=num_classes, norm=True).requires_grad_(False)
+
+
+class Scalar(nn.Module):
+    """A network with a temperature that has no dimension, as CLIP's."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = Tiny(num_classes=num_classes, norm=True)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
+        logits: Tensor = self.body(images) * self.temperature
+        return logits
+
+
+scalar = Scalar
+
+
+class Extra(Tiny):
+    """A network with state that is not a tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """What no run can hold."""
+        return {"epoch": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it back."""
+
+
+def extra(num_classes: int) -> nn.Module:
+    """A network with state that is not a tensor."""
+    return Extra(num_classes=num_classes, norm=True)
+
+
+def leaves(num_classes: int) -> nn.Module:
+    """A file that ends the process, as scripts that parse arguments do."""
+    raise SystemExit
+
+
+class Aliased(nn.Module):
+    """A network whose BatchNorm layer has two names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = Tiny(num_classes=num_classes, norm=True)
+        self.norm = self.body[1]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
+        logits: Tensor = self.body(images)
+        return logits
+
+
+aliased = Aliased

@@ -21,7 +21,7 @@ def make_run(path: Path, model: nn.Module, *, arch: str, classes: list[str]) -> 
     save_weights(model.state_dict(), path / "weights.safetensors")
     preprocess = default_preprocess(arch, image_size=48).as_dict()
     block = {"arch": arch, "num_classes": len(classes), "classes": classes, "preprocess": preprocess}
-    run.finish(seed=0, parents=[], model=block, metrics={})
+    run.finish(seed=0, model=block, metrics={})
     return path
 
 

@@ -92,3 +92,17 @@ def test_a_data_set_that_was_moved_gives_the_held_out_images(tmp_path: Path) -> 
     assert written.name.startswith("elsewhere-")
     assert report(written)["images"] == 4
     assert report(written)["confusion"] == report(tmp_path / "run")["confusion"]
+
+
+def test_an_evaluation_does_not_replace_a_runs_own(trained: Path) -> None:
+    with pytest.raises(DsimgError, match="is a run folder"):
+        evaluate(EvaluateConfig(source=trained / "run", out=trained / "run"))
+
+
+def test_data_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "data")
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 8, "model": "tests.nets:with_batchnorm", "augment": "none"}
+    train(TrainConfig(data=str(root), out=tmp_path / "run", **options))
+    shutil.rmtree(root)
+    with pytest.raises(DsimgError, match=r"is not there\. Give its place now with --data"):
+        evaluate(EvaluateConfig(source=tmp_path / "run"))

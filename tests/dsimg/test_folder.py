@@ -363,8 +363,7 @@ def test_leaks_are_pairs_of_equal_files(tmp_path: Path) -> None:
     folder = find_images(tmp_path, seed=0)
     assert find_leaks(folder) == [(original, copy)]
     copy.unlink()
-    with pytest.raises(DataError, match=r"copy\.jpg: No such file or directory; list the folder again\.$"):
-        find_leaks(folder)
+    assert find_leaks(folder) == []  # decoding will name what cannot be read
 
 
 def test_no_file_is_looked_at_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

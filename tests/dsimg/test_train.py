@@ -42,6 +42,7 @@ def test_a_run_holds_what_it_should(small_folder: Path, tmp_path: Path, capsys: 
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {
         "run.json",
+        ".lock",
         "config.json",
         "ds_config.json",
         "index.jsonl.gz",
@@ -501,3 +502,77 @@ def test_a_flag_and_a_json_that_contradict_are_both_named(
     options = {**FAST, "lr": None, "deepspeed_config": str(tmp_path / "ds.json"), **flags}
     with pytest.raises(DsimgError, match=message):
         train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
+
+
+def test_overwrite_never_takes_what_the_run_reads(small_folder: Path, tmp_path: Path) -> None:
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST))
+    inside = tmp_path / "run" / "data"
+    shutil.copytree(small_folder, inside)
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(inside), out=tmp_path / "run", overwrite=True, **FAST))
+    assert len(list(inside.rglob("*.png"))) == 24
+    flat = small_folder / "train"
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(flat), out=flat / "run", **FAST))
+    assert not (flat / "run").exists()
+    weights = str(tmp_path / "run")
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", weights=weights, overwrite=True, **FAST))
+    assert Run.open(tmp_path / "run").file("weights").exists()
+
+
+def test_names_that_are_not_utf8_survive_to_the_end(small_folder: Path, tmp_path: Path) -> None:
+    odd = os.fsdecode(b"b\xffd")
+    for split in ("train", "val"):
+        (small_folder / split / "bee").rename(small_folder / split / odd)
+    (small_folder / "val" / odd / os.fsdecode(b"bad\xff.png")).write_bytes(b"")
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST))
+    assert Run.open(tmp_path / "run").model["classes"] == ["ant", odd]
+
+
+def test_a_second_process_is_kept_out_of_a_run(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    out = tmp_path / "run"
+    code = f"from pathlib import Path; from dsimg.run import hold_lock; hold_lock(Path({str(out)!r}))"
+    config = TrainConfig(data=str(small_folder), out=out, **FAST)
+    train(config)
+    (result,) = launch(1, "-c", code)
+    assert "another process is writing the run" in result.stdout
+
+
+def test_a_resumed_run_takes_images_as_before_without_its_parent(small_folder: Path, tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    train(TrainConfig(data=str(small_folder), out=parent, **FAST))
+    manifest = json.loads((parent / "run.json").read_text())
+    manifest["model"]["preprocess"]["mean"] = [0.1, 0.1, 0.1]
+    (parent / "run.json").write_text(json.dumps(manifest))
+    child = TrainConfig(data=str(small_folder), out=tmp_path / "child", weights=str(parent), **FAST)
+    stop_after_one_epoch(child)
+    shutil.rmtree(parent)
+    train(child)
+    assert Run.open(tmp_path / "child").model["preprocess"]["mean"] == [0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("frozen", "no parameter to train"),
+        ("scalar", "no dimension"),
+        ("extra", "not a tensor"),
+        ("leaves", "SystemExit"),
+    ],
+)
+def test_networks_that_cannot_be_trained_are_refused_in_the_plan(
+    small_folder: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    options = {**FAST, "model": f"tests.nets:{name}"}
+    with pytest.raises(DsimgError, match=message):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_with_two_names_for_one_layer_trains(small_folder: Path, tmp_path: Path) -> None:
+    options = {**FAST, "model": "tests.nets:aliased"}
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
+    state = read_weights(tmp_path / "run" / "weights.safetensors")
+    model = build_model("tests.nets:aliased", num_classes=2)
+    restore_weights(model, state, source="run")
