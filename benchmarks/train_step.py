@@ -71,7 +71,7 @@ def ds_config(stage: int, world: World, model: nn.Module) -> dict[str, Any]:
 def bare_deepspeed(arch: str, stage: int, world: World) -> Callable[[int], None]:
     """Return a function that takes so many steps of the loop in DeepSpeed's own examples."""
     model = models.build_model(arch, num_classes=10, input_size=32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
     engine, _, _, _ = deepspeed.initialize(
         model=model.to(world.device),
         optimizer=optimizer,
@@ -95,7 +95,7 @@ def bare_torch(arch: str, world: World, *, channels_last: bool) -> Callable[[int
     model = models.build_model(arch, num_classes=10, input_size=32).to(world.device)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
     images, labels = random_batch(BATCH, world, channels_last=channels_last)
 
     def steps(count: int) -> None:
