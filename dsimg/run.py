@@ -61,22 +61,22 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-_locks: list[Any] = []  # held until the process ends, however it ends
+_locks: list[int] = []  # descriptors that are kept open until the process ends, however it ends
 
 
 def hold_lock(path: Path) -> None:
     """Keep other processes out of a run folder for as long as this one lives. Raises RunError when one is in it."""
-    stream = (path / ".lock").open("w")
+    descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        stream.close()
+        os.close(descriptor)
         if error.errno in (errno.EAGAIN, errno.EACCES):
             raise RunError(
                 f"another process is writing the run {path}. Wait for it, or choose another --out."
             ) from error
         return  # a file system without locks
-    _locks.append(stream)
+    _locks.append(descriptor)
 
 
 def git_commit() -> str | None:
