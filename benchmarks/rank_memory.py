@@ -41,7 +41,7 @@ def measure(arch: str, image_size: int, stage: int, precision: str, world: World
         raw,
         source=str(source),
         world_size=world.size,
-        device="cuda" if world.device.type == "cuda" else "cpu",
+        device=world.device.type,
         has_batchnorm=models.has_batchnorm(model),
         bf16_fast=True,
         parameter_count=models.count_parameters(model),

@@ -60,7 +60,7 @@ def ds_config(stage: int, world: World, model: nn.Module) -> dict[str, Any]:
         read_ds_config(source),
         source=str(source),
         world_size=world.size,
-        device="cuda" if world.device.type == "cuda" else "cpu",
+        device=world.device.type,
         has_batchnorm=True,
         bf16_fast=bf16_is_fast(world.device),
         parameter_count=models.count_parameters(model),

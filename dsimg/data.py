@@ -392,13 +392,10 @@ class _EvalJob:
 # To the device
 
 
-def to_input(
-    images: Tensor, preprocess: Preprocess, device: torch.device | str, *, channels_last: bool = True
-) -> Tensor:
-    """Return (N, 3, H, W) uint8 as the model's input, normalised float32, on the device."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
+def to_input(images: Tensor, preprocess: Preprocess, device: torch.device | str) -> Tensor:
+    """Return (N, 3, H, W) uint8 as the model's input on the device: normalised float32, channels_last in memory."""
     scale, shift = _scale_and_shift(preprocess.mean, preprocess.std, torch.device(device))
-    moved = images.to(device, non_blocking=True).to(torch.float32, memory_format=layout)
+    moved = images.to(device, non_blocking=True).to(torch.float32, memory_format=torch.channels_last)
     return moved.mul_(scale).add_(shift)
 
 

@@ -7,7 +7,7 @@ BatchNorm in its own bf16; here the first is filled in from the stage, and the s
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from dsimg.ds_batch import BatchSizes, batch_sizes, gpus
 from dsimg.ds_keys import BLOCKS, DEEPSPEED_SCHEDULERS, IDLE, SCHEDULER_FILLS, SCHEDULER_NEEDS, ZERO_TESTED_OPTIMIZERS
@@ -106,7 +106,7 @@ def resolve_ds_config(
     *,
     source: str,
     world_size: int,
-    device: Literal["cuda", "cpu"],
+    device: str,
     has_batchnorm: bool,
     bf16_fast: bool,
     parameter_count: int | None,

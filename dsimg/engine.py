@@ -5,6 +5,7 @@ gradient norm, and the fp32 weights as `Fragment`s, the pieces of each named par
 """
 
 import math
+import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dsimg.world import World
 
 # isort: split
 import deepspeed  # after dsimg.world, which tells it the device
+from deepspeed.runtime import torch_autocast
 
 
 def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:
@@ -43,8 +45,6 @@ def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, wor
 
 def _forget_autocast() -> None:
     """Reset DeepSpeed's autocast flags: they are module globals, and an earlier engine's would leak into the next."""
-    from deepspeed.runtime import torch_autocast
-
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     torch_autocast.TORCH_AUTOCAST_DTYPE = None
 
@@ -109,7 +109,7 @@ class Engine:
         self._shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
         _forget_autocast()
         settings = dict(config)
-        clipping = float(config["gradient_clipping"])
+        self._clipping = float(config["gradient_clipping"])
         if self.zero_stage == 0 and not any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16")):
             settings["gradient_clipping"] = 0.0  # see `_plain_step`
         arguments: dict[str, Any] = {}
@@ -127,7 +127,6 @@ class Engine:
         # ZeRO 0 with fp32 weights has no wrapper around the optimizer. Its clipping, too, is done here: DeepSpeed's
         # fails on a step without gradients, and computes the norm a second time.
         self._plain = optimizer_in_use is self._engine.basic_optimizer
-        self._clipping = clipping
         # fp16 autocast's scaler lives in the engine at ZeRO 0 and in the optimizer above.
         self._scaler = self._engine.torch_autocast_z0_gradscaler
         if not self._plain:
@@ -135,7 +134,7 @@ class Engine:
             if self._scaler is not None:
                 self._scaler.set_growth_interval(2**31 - 1)
         self._steps_at_scale = 0
-        self.ema_decay = ema_decay
+        self._ema_decay = ema_decay
         self.ema_steps = 0
         self._ema: list[Tensor] = [owner.detach().clone() for owner in self.owners()] if ema_decay else []
         self._ema_buffers = [buffer.detach().clone() for buffer in self._float_buffers()] if ema_decay else []
@@ -221,7 +220,7 @@ class Engine:
     def _average(self) -> None:
         """Move the moving averages towards the weights, faster in the first steps (as timm's ModelEmaV3 does)."""
         self.ema_steps += 1
-        decay = min(self.ema_decay, (1 + self.ema_steps) / (10 + self.ema_steps))
+        decay = min(self._ema_decay, (1 + self.ema_steps) / (10 + self.ema_steps))
         torch._foreach_lerp_(self._ema, self.owners(), 1.0 - decay)
         if self._ema_buffers:
             torch._foreach_lerp_(self._ema_buffers, self._float_buffers(), 1.0 - decay)
@@ -367,17 +366,13 @@ class Engine:
         elif self.zero_stage in (1, 2):
             optimizer.update_lp_params()
         elif hasattr(optimizer, "fp32_groups_flat"):
-            for fragment, parameter in self._pairs():
-                parameter.copy_(fragment.view(fragment.owner).view_as(parameter))
+            parameters = {name: parameter for parameter, name in self._names.items()}
+            for fragment in self.fragments():
+                parameters[fragment.name].copy_(fragment.view(fragment.owner).view(fragment.shape))
         elif hasattr(optimizer, "fp32_groups"):
             for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
                 for parameter, master in zip(group, masters, strict=True):
                     parameter.copy_(master)
-
-    def _pairs(self) -> Iterator[tuple[Fragment, Tensor]]:
-        by_name = {name: parameter for parameter, name in self._names.items()}
-        for fragment in self.fragments():
-            yield fragment, by_name[fragment.name]
 
     @property
     def ema(self) -> list[Tensor]:
@@ -426,9 +421,8 @@ class Engine:
             else:
                 full = torch.zeros(math.prod(shape), device=self.world.device)
                 if fragment is not None:
-                    full[fragment.start : fragment.start + fragment.numel] = fragment.view(fragment.owner).to(
-                        full.device
-                    )
+                    piece = fragment.view(fragment.owner)
+                    full[fragment.start : fragment.start + fragment.numel].copy_(piece)
                 self.world.sum(full)
             if self.world.rank == 0:
                 state[name] = full.view(shape).to("cpu", torch.float32, copy=True)
@@ -485,8 +479,6 @@ class Engine:
         """Return the peak bytes allocated on this rank's GPU, or of this process's resident memory without one."""
         if self.world.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self.world.device))
-        import resource
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -155,7 +155,7 @@ def _resolve(
         },
         source=source,
         world_size=world.size,
-        device="cuda" if world.device.type == "cuda" else "cpu",
+        device=world.device.type,
         has_batchnorm=models.has_batchnorm(model),
         bf16_fast=world.on_rank_zero(lambda: bf16_is_fast(world.device)),
         parameter_count=models.count_parameters(model),

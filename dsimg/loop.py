@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from dsimg.preprocess import Preprocess
 from dsimg.run import write_atomically, write_json
 from dsimg.schedule import Schedule
 from dsimg.world import World
-
-TOP = 5
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,6 @@ class Evaluation:
     top: np.ndarray  # (N, min(5, C)) class ids, best first
     probability: np.ndarray  # (N,) of the best class
     losses: np.ndarray  # (N,)
-    bad: dict[str, str]  # file -> why it cannot be decoded
 
 
 @torch.no_grad()
@@ -137,7 +133,7 @@ def evaluate(
     """
     rows: list[np.ndarray] = []
     bad: dict[str, str] = {}
-    width = min(TOP, len(classes))
+    width = min(metrics.TOP, len(classes))
     for batch in batches:
         logits = primary_logits(forward(data.to_input(batch.images, preprocess, world.device)))
         labels = batch.labels.to(world.device)
@@ -166,7 +162,7 @@ def evaluate(
     report = metrics.evaluation_report(labels=split.labels[ids], top=top, losses=table[:, 1], classes=classes)
     report["bad_images"] = [{"file": file, "reason": reason} for file, reason in sorted(unreadable.items())]
     good = Split(split.folder, tuple(split.files[i] for i in ids), split.labels[ids])
-    return Evaluation(report, good, top, table[:, 2], table[:, 1], unreadable)
+    return Evaluation(report, good, top, table[:, 2], table[:, 1])
 
 
 def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str]) -> None:
@@ -207,12 +203,6 @@ def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str
             ]
         )
     write_atomically(folder / "predictions.csv", text.getvalue().encode("utf-8", "surrogateescape"))
-
-
-def write_bad_images(path: Path, bad: dict[str, str]) -> None:
-    """Write a JSON line for each file that cannot be decoded: file and reason."""
-    lines = [json.dumps({"file": file, "reason": reason}) + "\n" for file, reason in sorted(bad.items())]
-    write_atomically(path, "".join(lines).encode())
 
 
 def result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ class MetricsFile:
         self._path = path
         self._rank = rank
         if rank == 0:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
             kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= step)
             write_atomically(path, kept.encode("utf-8"))
 
@@ -53,7 +53,7 @@ def _step_of(line: str) -> float:
 
 
 class Meter:
-    """Collects what a logged step says, without making the device wait between logged steps."""
+    """Collects what a logged step says; the losses stay on the device until then."""
 
     def __init__(
         self,

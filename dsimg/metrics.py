@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 NO_CLASS = -1
+TOP = 5  # class ids that a report needs of each image, where there are so many
 
 IntArray = npt.NDArray[np.integer[Any]]
 FloatArray = npt.NDArray[np.floating[Any]]
@@ -49,7 +50,7 @@ def top_k(logits: FloatArray, k: int) -> npt.NDArray[np.int64]:
 def evaluation_report(*, labels: IntArray, top: IntArray, losses: FloatArray, classes: Sequence[str]) -> dict[str, Any]:
     """Return the evaluation as a dict that JSON can hold (no NaN).
 
-    labels: (N,) in [0, C); top: (N, K) class ids from `top_k`, K = min(5, C); losses: (N,); classes: C names.
+    labels: (N,) in [0, C); top: (N, K) class ids from `top_k`, K = min(TOP, C); losses: (N,); classes: C names.
 
     - images, correct: counts. not_finite: images without a prediction.
     - top1, top5: {value, interval}, the interval being Wilson's at 95 %. top5 is None with five classes or
@@ -61,7 +62,7 @@ def evaluation_report(*, labels: IntArray, top: IntArray, losses: FloatArray, cl
       no prediction. The counts add up to images.
     """
     n, count = len(labels), len(classes)
-    assert top.shape == (n, min(5, count)), (top.shape, n, count)
+    assert top.shape == (n, min(TOP, count)), (top.shape, n, count)
     assert losses.shape == (n,), (losses.shape, n)
     assert n == 0 or (labels.min() >= 0 and labels.max() < count), "a label is not a class"
     assert n == 0 or (top.min() >= NO_CLASS and top.max() < count), "a prediction is not a class"

@@ -92,8 +92,8 @@ def plan_training(
     way, whatever has happened to the folder and to --weights since.
     """
     folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config, index))
-    arch, chosen = _choose_model(config, sizes) if preprocess is None else (_arch(config, sizes), preprocess)
-    preprocess = chosen
+    arch = config.model or ("cifar_resnet20" if _are_small(sizes) else "resnet50")
+    preprocess = preprocess or _choose_preprocess(config, arch, sizes)
     model = models.build_model(arch, num_classes=len(folder.classes), input_size=preprocess.input_size[1])
     rows = [("data", f"{folder.root}: {len(folder.train.files):,} training images, {len(folder.classes)} classes")]
     rows.append(("validation", f"{len(folder.val.files):,} images"))
@@ -131,6 +131,7 @@ def plan_training(
     named = str(json_type or own_optimizer).lower()
     lr = DEFAULT_LR.get(named, DEFAULT_LR["adamw"]) if config.lr is None else config.lr
     peak = scale_lr(lr, batch_size=batch_size, scaling=config.lr_scaling)
+    momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
     weight_decay = config.weight_decay
     if weight_decay is None:
         weight_decay = DEFAULT_WEIGHT_DECAY.get(named, 0.0)
@@ -142,7 +143,7 @@ def plan_training(
         raw,
         source=ds_source,
         world_size=world.size,
-        device="cuda" if world.device.type == "cuda" else "cpu",
+        device=world.device.type,
         has_batchnorm=models.has_batchnorm(model),
         bf16_fast=world.on_rank_zero(lambda: bf16_is_fast(world.device)),
         parameter_count=parameters,
@@ -151,7 +152,7 @@ def plan_training(
             batch_size_given=config.batch_size is not None,
             lr=peak,
             weight_decay=weight_decay,
-            momentum=DEFAULT_MOMENTUM if config.momentum is None else config.momentum,
+            momentum=momentum,
             optimizer=config.optimizer,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
@@ -180,7 +181,10 @@ def plan_training(
         accumulation=ds.accumulation_steps,
         world=world.size,
     )
-    optimizer = _own_optimizer(config, ds, own_optimizer, world)
+    if ds.optimizer is None:
+        optimizer: OptimizerSpec | None = OptimizerSpec(name=own_optimizer, momentum=momentum)
+    else:
+        optimizer = _own_optimizer(config, ds.optimizer, offloaded=ds.offload_optimizer and world.device.type == "cuda")
     if optimizer is not None and optimizer.name == "lamb" and importlib.util.find_spec("timm") is None:
         raise ConfigError("the optimizer lamb needs timm: pip install 'dsimg[timm]'")
     memory = estimate_rank_memory(
@@ -251,37 +255,25 @@ def _are_small(sizes: list[tuple[int, int]]) -> bool:
     return bool(sizes) and max(max(size) for size in sizes) <= 64
 
 
-def _arch(config: TrainConfig, sizes: list[tuple[int, int]]) -> str:
-    return config.model or ("cifar_resnet20" if _are_small(sizes) else "resnet50")
-
-
-def _choose_model(config: TrainConfig, sizes: list[tuple[int, int]]) -> tuple[str, Preprocess]:
-    """Return the architecture and how it takes images: small images keep their size."""
-    longest = [max(size) for size in sizes]
-    small = _are_small(sizes)
-    arch = _arch(config, sizes)
-    image_size = config.image_size
-    of_a_file = (
-        config.weights is not None and not Path(config.weights).is_dir() and models.looks_like_file(config.weights)
-    )
+def _choose_preprocess(config: TrainConfig, arch: str, sizes: list[tuple[int, int]]) -> Preprocess:
+    """Return how the network takes images: small ones keep their size."""
+    image_size, weights = config.image_size, config.weights
     # Named weights and runs say what size they were made for; a file does not.
-    if image_size is None and small and (config.weights is None or of_a_file):
-        image_size = collections.Counter(longest).most_common(1)[0][0]
-    return arch, models.default_preprocess(arch, image_size=image_size, weights=config.weights)
+    says_size = weights is not None and (Path(weights).is_dir() or not models.looks_like_file(weights))
+    if image_size is None and _are_small(sizes) and not says_size:
+        image_size = collections.Counter(max(size) for size in sizes).most_common(1)[0][0]
+    return models.default_preprocess(arch, image_size=image_size, weights=weights)
 
 
-def _own_optimizer(config: TrainConfig, ds: DsConfig, name: str, world: World) -> OptimizerSpec | None:
-    """Return the optimizer that dsimg builds from torch, or None where DeepSpeed builds the JSON's.
+def _own_optimizer(config: TrainConfig, block: Mapping[str, Any], *, offloaded: bool) -> OptimizerSpec | None:
+    """Return the JSON's optimizer as dsimg builds it, or None where DeepSpeed has to.
 
-    SGD, Adam and AdamW of the JSON are torch's too, so that nothing has to be compiled; only offloading on a GPU
-    machine is left to DeepSpeed's CPUAdam, which is much faster there.
+    SGD, Adam, AdamW and LAMB are torch's and timm's, so that nothing has to be compiled; only what is `offloaded`
+    from a GPU is left to DeepSpeed's CPUAdam, which is much faster there.
     """
-    if ds.optimizer is None:
-        return OptimizerSpec(name=name, momentum=DEFAULT_MOMENTUM if config.momentum is None else config.momentum)
-    kind = ds.optimizer["type"].lower()
-    params = dict(ds.optimizer["params"])
+    kind = block["type"].lower()
+    params = block["params"]
     own = {"lr", "weight_decay", "momentum", "nesterov", "betas", "eps", "torch_adam", "adam_w_mode"}
-    offloaded = ds.offload_optimizer and world.device.type == "cuda"
     if kind not in ("sgd", "adam", "adamw", "lamb") or offloaded or set(params) - own:
         return None
     if kind == "adam" and params.get("adam_w_mode", True):  # DeepSpeed's Adam decays weights as AdamW does
@@ -306,17 +298,14 @@ def _lr_text(
 ) -> str:
     if schedule is None:
         return f"{named}; by the scheduler {ds.scheduler and ds.scheduler['type']} of the DeepSpeed JSON"
-    shape = {
-        "cosine": "cosine to 0",
-        "step": f"a tenth every {config.step_epochs or DEFAULT_STEP_EPOCHS} epochs",
-        "one_cycle": "one cycle",
-    }
     text = f"{named}; peak {schedule.peak:g}"
     if schedule.peak == scale_lr(given, batch_size=batch_size, scaling=config.lr_scaling):
         text += f" = {given:g} at batch 256, {config.lr_scaling} scaling to {batch_size}"
-    if schedule.name != "one_cycle":
-        text += f"; {schedule.warmup_steps} warm-up steps"
-    return f"{text}, then {shape[schedule.name]}" if schedule.name != "one_cycle" else f"{text}; one cycle"
+    if schedule.name == "one_cycle":
+        return f"{text}; one cycle"
+    every = config.step_epochs or DEFAULT_STEP_EPOCHS
+    fall = "cosine to 0" if schedule.name == "cosine" else f"a tenth every {every} epochs"
+    return f"{text}; {schedule.warmup_steps} warm-up steps, then {fall}"
 
 
 def _augmentation_text(config: TrainConfig, augmentation: Augmentation) -> str:

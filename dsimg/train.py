@@ -88,6 +88,8 @@ def _last_checkpoint(path: Path, config: TrainConfig) -> tuple[Path | None, dict
 
 def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, resuming: bool) -> None:
     """Make the run folder, or find it again, with what is known before the first step."""
+    if Run.state(path) != "new":
+        hold_lock(path)  # before --overwrite removes what another process may be writing
     weights = [Path(config.weights)] if config.weights is not None and Path(config.weights).exists() else []
     parents = [Run.open(path) for path in weights if path.is_dir() and not resuming]
     Run.begin(
@@ -340,7 +342,8 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> int:
         cli.context().terminal.warn(f"cannot decode {file}: {together[file]}; another image of its class stands in")
     if len(fresh) > 10:
         cli.context().terminal.warn(f"and {len(fresh) - 10} more, listed in {path}")
-    loop.write_bad_images(path, together)
+    lines = [json.dumps({"file": file, "reason": reason}) + "\n" for file, reason in sorted(together.items())]
+    write_atomically(path, "".join(lines).encode())
     return len(together)
 
 

@@ -1,7 +1,6 @@
 """The ranks: joining their process group, and what they say to one another."""
 
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,7 +92,7 @@ def start_world() -> World:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
+        "MASTER_PORT": "0",  # any free one
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
@@ -131,12 +130,6 @@ def start_world() -> World:
 def _reason(error: Exception) -> str:
     """Return the last clause of a c10d message, which says why."""
     return str(error).split("message: ")[-1].splitlines()[0].strip(" .")
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def bf16_is_fast(device: torch.device) -> bool:

@@ -323,4 +323,3 @@ def test_inputs_are_normalised_as_serving_does_it() -> None:
     assert inputs.dtype == torch.float32
     assert inputs.is_contiguous(memory_format=torch.channels_last)
     np.testing.assert_allclose(inputs.numpy(), normalise(images, settings()), atol=1e-6)
-    assert data.to_input(tensor, settings(), "cpu", channels_last=False).is_contiguous()

@@ -576,3 +576,13 @@ def test_a_network_with_two_names_for_one_layer_trains(small_folder: Path, tmp_p
     state = read_weights(tmp_path / "run" / "weights.safetensors")
     model = build_model("tests.nets:aliased", num_classes=2)
     restore_weights(model, state, source="run")
+
+
+def test_overwrite_waits_for_the_process_that_writes(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    out = tmp_path / "run"
+    train(TrainConfig(data=str(small_folder), out=out, **FAST))  # this process keeps the lock
+    words = ["-m", "dsimg", "train", "--data", str(small_folder), "--out", str(out), "--overwrite"]
+    (result,) = launch(1, *words, "--model", "tests.nets:with_batchnorm", "--epochs", "1")
+    assert result.returncode == 2
+    assert "another process is writing the run" in result.stdout
+    assert Run.open(out).file("weights").exists()

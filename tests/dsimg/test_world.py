@@ -15,7 +15,7 @@ from tests.conftest import Launch
 def test_the_shared_memory_operator_is_never_compiled(launch: Launch) -> None:
     code = (
         "from dsimg.world import start_world; w = start_world(); import deepspeed.comm.comm as c, os;"
-        "assert c.cdb.shm_comm_op is None; print(w.size, flush=True); os._exit(0)"
+        "assert c.cdb.shm_comm_op is None; print(w.size, flush=True); w.barrier(); os._exit(0)"
     )
     results = launch(2, "-c", code)
     assert [result.returncode for result in results] == [0, 0], results[0].stdout
@@ -51,7 +51,7 @@ def test_ranks_hear_rank_zero_and_add_up(launch: Launch) -> None:
     code = (
         "import os, torch; from dsimg.world import start_world; w = start_world();"
         "a = w.on_rank_zero(lambda: 'from ' + str(w.rank)); b = w.gather(w.rank);"
-        "c = w.sum(torch.tensor([float(w.rank + 1)])).item(); print(a, b, c, flush=True); os._exit(0)"
+        "c = w.sum(torch.tensor([float(w.rank + 1)])).item(); print(a, b, c, flush=True); w.barrier(); os._exit(0)"
     )
     results = launch(3, "-c", code)
     assert [result.stdout.splitlines()[-1] for result in results] == ["from 0 [0, 1, 2] 6.0"] * 3
