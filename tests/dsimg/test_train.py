@@ -15,25 +15,12 @@ import torch
 from PIL import Image
 
 from dsimg.errors import DsimgError
-from dsimg.loop import fit as real_fit
 from dsimg.models import build_model
 from dsimg.run import Run
 from dsimg.train import TrainConfig, train
 from dsimg.weights import read_weights, restore_weights
 from tests.conftest import ROOT, Launch, free_port, make_folder
-
-FAST: dict[str, Any] = {
-    "epochs": 2,
-    "batch_size": 8,
-    "model": "tests.nets:with_batchnorm",
-    "augment": "light",
-    "lr": 0.5,
-}
-
-
-def metrics(run: Path, kind: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == kind]
+from tests.dsimg.train_cases import FAST, metrics
 
 
 def test_a_run_holds_what_it_should(small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,47 +102,6 @@ def test_workers_and_cache_do_not_change_what_is_learned(small_folder: Path, tmp
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(
-    small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    dropout = {**FAST, "model": "tests.nets:with_dropout", "ema": 0.9}
-    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", log_steps=1, **dropout)
-    train(config)
-    whole = metrics(tmp_path / "run")
-    before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
-    train(config)
-    assert "nothing to do" in capsys.readouterr().out
-    assert (tmp_path / "run" / "run.json").stat().st_mtime_ns == before
-    with pytest.raises(DsimgError, match=r"epochs was 2, now 3"):
-        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", log_steps=1, **{**dropout, "epochs": 3}))
-
-    # As if killed in the second epoch: the checkpoint of the first is there, and a line that is half written.
-    stopped = tmp_path / "stopped"
-    half = TrainConfig(data=str(small_folder), out=stopped, log_steps=1, **dropout)
-    stop_after_one_epoch(half)
-    assert not (stopped / "run.json").exists()
-    with (stopped / "metrics.jsonl").open("a") as stream:
-        stream.write('{"kind": "train", "step": 3, "loss": 9}\n{"kind": "tr')
-    train(half)
-    assert "resuming after epoch 1, step 2" in capsys.readouterr().out
-    assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4]
-    assert [line["loss"] for line in metrics(stopped)] == [line["loss"] for line in whole]
-    assert (stopped / "weights.safetensors").read_bytes() == (tmp_path / "run" / "weights.safetensors").read_bytes()
-
-
-def stop_after_one_epoch(config: TrainConfig) -> None:
-    """Train as if the process ended in the second epoch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsimg.train.loop.fit", _fit_one_epoch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config)
-
-
-def _fit_one_epoch(*arguments: Any, epochs: int, **options: Any) -> None:
-    real_fit(*arguments, epochs=1, **options)
-    raise KeyboardInterrupt
-
-
 def test_a_step_that_is_not_finite_is_counted_and_shown(
     small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,80 +145,6 @@ def test_pretrained_weights_of_a_run_are_taken_with_a_new_head(
     parents = Run.open(tmp_path / "child").manifest
     assert parents is not None
     assert [entry["path"] for entry in parents["parents"]] == [str(tmp_path / "parent")]
-
-
-def _one_class(root: Path) -> None:
-    shutil.rmtree(root / "train" / "bee")
-    shutil.rmtree(root / "val" / "bee")
-
-
-def _empty_class(root: Path) -> None:
-    (root / "train" / "wasp").mkdir()
-
-
-def _unknown_in_val(root: Path) -> None:
-    (root / "val" / "wasp").mkdir()
-    shutil.copy(root / "val" / "bee" / "0008.png", root / "val" / "wasp" / "x.png")
-
-
-def _no_images(root: Path) -> None:
-    for path in root.rglob("*.png"):
-        path.unlink()
-
-
-def _untouched(root: Path) -> None:
-    pass
-
-
-@pytest.mark.parametrize(
-    ("spoil", "options", "message"),
-    [
-        (_one_class, {}, "/insects/train; a classifier needs a folder of images for each of two."),
-        (_empty_class, {}, "class 'wasp' has no images in "),
-        (_unknown_in_val, {}, "/insects/val holds 'wasp', unknown to "),
-        (_no_images, {}, "/insects/train; put one folder of images a class there."),
-        (_untouched, {"data": "nowhere"}, "no such folder: nowhere; check the path."),
-        (_untouched, {"model": "resnet19"}, "there is no model 'resnet19', did you mean 'resnet18'?"),
-        (_untouched, {"model": "alexnet"}, "Output size is too small). Use --image_size 64, or a network for small"),
-        (_untouched, {"model": "tests.nets:no_such"}, "--model tests.nets:no_such: 'tests.nets' has no function"),
-        (_untouched, {"weights": "none.pth"}, "--weights none.pth: no such file or folder. Give a .safetensors"),
-        (_untouched, {"deepspeed_config": "zero4"}, "--deepspeed_config zero4 does not exist, did you mean 'zero3'?"),
-        (
-            _untouched,
-            {"batch_size": 7, "deepspeed_config": "FIXED"},
-            "its batch sizes make 32 images per step and the command line asks for 7; keep one of them",
-        ),
-        (
-            _untouched,
-            {"optimizer": "adamw", "deepspeed_config": "WITH_OPTIMIZER"},
-            'optimizer is "SGD" in this file and --optimizer adamw on the command line; keep one of them',
-        ),
-        (
-            _untouched,
-            {"schedule": "step", "deepspeed_config": "WITH_SCHEDULER"},
-            "has a scheduler block and --schedule step was given as well. Keep one of them.",
-        ),
-    ],
-)
-def test_bad_input_gets_one_message_and_leaves_nothing(
-    small_folder: Path, tmp_path: Path, spoil: Any, options: dict[str, Any], message: str
-) -> None:
-    files = {
-        "FIXED": {"train_batch_size": 32},
-        "WITH_OPTIMIZER": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-        "WITH_SCHEDULER": {"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {}}},
-    }
-    name = options.get("deepspeed_config")
-    if name in files:
-        (tmp_path / "ds.json").write_text(json.dumps(files[name]))
-        options = {**options, "deepspeed_config": str(tmp_path / "ds.json")}
-        options.setdefault("batch_size", 8)
-    spoil(small_folder)
-    with pytest.raises(DsimgError) as caught:
-        train(TrainConfig(**{"data": str(small_folder), "out": tmp_path / "run", **FAST, **options}))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value) or name in files
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_json_optimizer_and_scheduler_are_used(small_folder: Path, tmp_path: Path) -> None:
@@ -409,116 +281,10 @@ def test_out_of_memory_says_what_was_taken_and_three_things_to_change(
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
-        {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
-    ],
-)
-def test_a_scheduler_of_the_json_goes_on_where_it_was(
-    small_folder: Path, tmp_path: Path, scheduler: dict[str, Any]
-) -> None:
-    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler})
-    )
-    options = {**FAST, "lr": None, "deepspeed_config": str(tmp_path / "ds.json"), "log_steps": 1}
-    train(TrainConfig(data=str(small_folder), out=tmp_path / "whole", **options))
-    half = TrainConfig(data=str(small_folder), out=tmp_path / "half", **options)
-    stop_after_one_epoch(half)
-    train(half)
-    whole, resumed = ([(line["lr"], line["loss"]) for line in metrics(tmp_path / name)] for name in ("whole", "half"))
-    assert resumed == whole
-    assert len({lr for lr, _ in whole}) > 2
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"train_batch_size": 4}, "batch_size was 8, now 4"),
-        (
-            {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
-            "optimizer was sgd, now adamw",
-        ),
-    ],
-)
-def test_a_json_that_changes_what_is_learned_is_refused_on_resume(
-    small_folder: Path, tmp_path: Path, other: dict[str, Any], message: str
-) -> None:
-    options = {**FAST, "batch_size": None, "lr": None, "deepspeed_config": str(tmp_path / "ds.json")}
-    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8}))
-    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **options)
-    stop_after_one_epoch(config)
-    (tmp_path / "ds.json").write_text(json.dumps(other))
-    with pytest.raises(DsimgError, match=message):
-        train(config)
-    assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").exists()
-
-
-def test_a_damaged_checkpoint_is_named(small_folder: Path, tmp_path: Path) -> None:
-    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST)
-    stop_after_one_epoch(config)
-    shard = tmp_path / "run" / "checkpoints" / "step_00000002" / "shard_0.safetensors"
-    shard.write_bytes(shard.read_bytes()[:100])
-    with pytest.raises(DsimgError, match=r"the checkpoint .*step_00000002 is damaged"):
-        train(config)
-
-
 def test_a_folder_that_cannot_be_written_is_one_message(small_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DsimgError, match=r"file"):
         train(TrainConfig(data=str(small_folder), out=tmp_path / "file" / "run", **FAST))
-
-
-def test_a_resumed_run_keeps_its_images_whatever_has_come_since(tmp_path: Path) -> None:
-    root = make_folder(tmp_path / "data", train=10, val=1)
-    shutil.rmtree(root / "val")
-    folder = root / "train"
-    config = TrainConfig(data=str(folder), out=tmp_path / "run", **FAST)
-    stop_after_one_epoch(config)
-    index = (tmp_path / "run" / "index.jsonl.gz").read_bytes()
-    shutil.copy(folder / "ant" / "0000.png", folder / "ant" / "new.png")
-    train(config)
-    assert (tmp_path / "run" / "index.jsonl.gz").read_bytes() == index
-    assert "new.png" not in (tmp_path / "run" / "predictions.csv").read_text()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"lr": 0.5}, r"optimizer\.params\.lr 0\.1 and --lr 0\.5 was given as well"),
-        ({"weight_decay": 0.5}, r"optimizer\.params\.weight_decay 0\.01 and --weight_decay 0\.5"),
-        ({"momentum": 0.5}, r"optimizer\.params\.momentum 0\.9 and --momentum 0\.5"),
-    ],
-)
-def test_a_flag_and_a_json_that_contradict_are_both_named(
-    small_folder: Path, tmp_path: Path, flags: dict[str, Any], message: str
-) -> None:
-    params = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": params}})
-    )
-    options = {**FAST, "lr": None, "deepspeed_config": str(tmp_path / "ds.json"), **flags}
-    with pytest.raises(DsimgError, match=message):
-        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
-
-
-def test_overwrite_never_takes_what_the_run_reads(small_folder: Path, tmp_path: Path) -> None:
-    train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST))
-    inside = tmp_path / "run" / "data"
-    shutil.copytree(small_folder, inside)
-    with pytest.raises(DsimgError, match="lie in one another"):
-        train(TrainConfig(data=str(inside), out=tmp_path / "run", overwrite=True, **FAST))
-    assert len(list(inside.rglob("*.png"))) == 24
-    flat = small_folder / "train"
-    with pytest.raises(DsimgError, match="lie in one another"):
-        train(TrainConfig(data=str(flat), out=flat / "run", **FAST))
-    assert not (flat / "run").exists()
-    weights = str(tmp_path / "run")
-    with pytest.raises(DsimgError, match="lie in one another"):
-        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", weights=weights, overwrite=True, **FAST))
-    assert Run.open(tmp_path / "run").file("weights").exists()
 
 
 def test_names_that_are_not_utf8_survive_to_the_end(small_folder: Path, tmp_path: Path) -> None:
@@ -530,59 +296,9 @@ def test_names_that_are_not_utf8_survive_to_the_end(small_folder: Path, tmp_path
     assert Run.open(tmp_path / "run").model["classes"] == ["ant", odd]
 
 
-def test_a_second_process_is_kept_out_of_a_run(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    out = tmp_path / "run"
-    code = f"from pathlib import Path; from dsimg.run import hold_lock; hold_lock(Path({str(out)!r}))"
-    config = TrainConfig(data=str(small_folder), out=out, **FAST)
-    train(config)
-    (result,) = launch(1, "-c", code)
-    assert "another process is writing the run" in result.stdout
-
-
-def test_a_resumed_run_takes_images_as_before_without_its_parent(small_folder: Path, tmp_path: Path) -> None:
-    parent = tmp_path / "parent"
-    train(TrainConfig(data=str(small_folder), out=parent, **FAST))
-    manifest = json.loads((parent / "run.json").read_text())
-    manifest["model"]["preprocess"]["mean"] = [0.1, 0.1, 0.1]
-    (parent / "run.json").write_text(json.dumps(manifest))
-    child = TrainConfig(data=str(small_folder), out=tmp_path / "child", weights=str(parent), **FAST)
-    stop_after_one_epoch(child)
-    shutil.rmtree(parent)
-    train(child)
-    assert Run.open(tmp_path / "child").model["preprocess"]["mean"] == [0.1, 0.1, 0.1]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("frozen", "no parameter to train"),
-        ("scalar", "no dimension"),
-        ("extra", "not a tensor"),
-        ("leaves", "SystemExit"),
-    ],
-)
-def test_networks_that_cannot_be_trained_are_refused_in_the_plan(
-    small_folder: Path, tmp_path: Path, name: str, message: str
-) -> None:
-    options = {**FAST, "model": f"tests.nets:{name}"}
-    with pytest.raises(DsimgError, match=message):
-        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_network_with_two_names_for_one_layer_trains(small_folder: Path, tmp_path: Path) -> None:
     options = {**FAST, "model": "tests.nets:aliased"}
     train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **options))
     state = read_weights(tmp_path / "run" / "weights.safetensors")
     model = build_model("tests.nets:aliased", num_classes=2)
     restore_weights(model, state, source="run")
-
-
-def test_overwrite_waits_for_the_process_that_writes(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
-    out = tmp_path / "run"
-    train(TrainConfig(data=str(small_folder), out=out, **FAST))  # this process keeps the lock
-    words = ["-m", "dsimg", "train", "--data", str(small_folder), "--out", str(out), "--overwrite"]
-    (result,) = launch(1, *words, "--model", "tests.nets:with_batchnorm", "--epochs", "1")
-    assert result.returncode == 2
-    assert "another process is writing the run" in result.stdout
-    assert Run.open(out).file("weights").exists()

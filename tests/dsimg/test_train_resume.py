@@ -1,0 +1,160 @@
+"""The same command again: a finished run, an unfinished one, another process's, one to be overwritten."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsimg.errors import DsimgError
+from dsimg.run import Run
+from dsimg.train import TrainConfig, train
+from tests.conftest import Launch, make_folder
+from tests.dsimg.train_cases import FAST, metrics, stop_after_one_epoch
+
+
+def test_a_finished_run_is_left_alone_and_an_unfinished_one_goes_on(
+    small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dropout = {**FAST, "model": "tests.nets:with_dropout", "ema": 0.9}
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", log_steps=1, **dropout)
+    train(config)
+    whole = metrics(tmp_path / "run")
+    before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
+    train(config)
+    assert "nothing to do" in capsys.readouterr().out
+    assert (tmp_path / "run" / "run.json").stat().st_mtime_ns == before
+    with pytest.raises(DsimgError, match=r"epochs was 2, now 3"):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", log_steps=1, **{**dropout, "epochs": 3}))
+
+    # As if killed in the second epoch: the checkpoint of the first is there, and a line that is half written.
+    stopped = tmp_path / "stopped"
+    half = TrainConfig(data=str(small_folder), out=stopped, log_steps=1, **dropout)
+    stop_after_one_epoch(half)
+    assert not (stopped / "run.json").exists()
+    with (stopped / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "train", "step": 3, "loss": 9}\n{"kind": "tr')
+    train(half)
+    assert "resuming after epoch 1, step 2" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(stopped)] == [1, 2, 3, 4]
+    assert [line["loss"] for line in metrics(stopped)] == [line["loss"] for line in whole]
+    assert (stopped / "weights.safetensors").read_bytes() == (tmp_path / "run" / "weights.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}},
+        {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}},
+    ],
+)
+def test_a_scheduler_of_the_json_goes_on_where_it_was(
+    small_folder: Path, tmp_path: Path, scheduler: dict[str, Any]
+) -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler})
+    )
+    options = {**FAST, "lr": None, "deepspeed_config": str(tmp_path / "ds.json"), "log_steps": 1}
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "whole", **options))
+    half = TrainConfig(data=str(small_folder), out=tmp_path / "half", **options)
+    stop_after_one_epoch(half)
+    train(half)
+    whole, resumed = ([(line["lr"], line["loss"]) for line in metrics(tmp_path / name)] for name in ("whole", "half"))
+    assert resumed == whole
+    assert len({lr for lr, _ in whole}) > 2
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"train_batch_size": 4}, "batch_size was 8, now 4"),
+        (
+            {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}},
+            "optimizer was sgd, now adamw",
+        ),
+    ],
+)
+def test_a_json_that_changes_what_is_learned_is_refused_on_resume(
+    small_folder: Path, tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    options = {**FAST, "batch_size": None, "lr": None, "deepspeed_config": str(tmp_path / "ds.json")}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 8}))
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **options)
+    stop_after_one_epoch(config)
+    (tmp_path / "ds.json").write_text(json.dumps(other))
+    with pytest.raises(DsimgError, match=message):
+        train(config)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000002" / "state.json").exists()
+
+
+def test_a_damaged_checkpoint_is_named(small_folder: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST)
+    stop_after_one_epoch(config)
+    shard = tmp_path / "run" / "checkpoints" / "step_00000002" / "shard_0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(DsimgError, match=r"the checkpoint .*step_00000002 is damaged"):
+        train(config)
+
+
+def test_a_resumed_run_keeps_its_images_whatever_has_come_since(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "data", train=10, val=1)
+    shutil.rmtree(root / "val")
+    folder = root / "train"
+    config = TrainConfig(data=str(folder), out=tmp_path / "run", **FAST)
+    stop_after_one_epoch(config)
+    index = (tmp_path / "run" / "index.jsonl.gz").read_bytes()
+    shutil.copy(folder / "ant" / "0000.png", folder / "ant" / "new.png")
+    train(config)
+    assert (tmp_path / "run" / "index.jsonl.gz").read_bytes() == index
+    assert "new.png" not in (tmp_path / "run" / "predictions.csv").read_text()
+
+
+def test_overwrite_never_takes_what_the_run_reads(small_folder: Path, tmp_path: Path) -> None:
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST))
+    inside = tmp_path / "run" / "data"
+    shutil.copytree(small_folder, inside)
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(inside), out=tmp_path / "run", overwrite=True, **FAST))
+    assert len(list(inside.rglob("*.png"))) == 24
+    flat = small_folder / "train"
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(flat), out=flat / "run", **FAST))
+    assert not (flat / "run").exists()
+    weights = str(tmp_path / "run")
+    with pytest.raises(DsimgError, match="lie in one another"):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "run", weights=weights, overwrite=True, **FAST))
+    assert Run.open(tmp_path / "run").file("weights").exists()
+
+
+def test_a_second_process_is_kept_out_of_a_run(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    out = tmp_path / "run"
+    code = f"from pathlib import Path; from dsimg.run import hold_lock; hold_lock(Path({str(out)!r}))"
+    config = TrainConfig(data=str(small_folder), out=out, **FAST)
+    train(config)
+    (result,) = launch(1, "-c", code)
+    assert "another process is writing the run" in result.stdout
+
+
+def test_a_resumed_run_takes_images_as_before_without_its_parent(small_folder: Path, tmp_path: Path) -> None:
+    parent = tmp_path / "parent"
+    train(TrainConfig(data=str(small_folder), out=parent, **FAST))
+    manifest = json.loads((parent / "run.json").read_text())
+    manifest["model"]["preprocess"]["mean"] = [0.1, 0.1, 0.1]
+    (parent / "run.json").write_text(json.dumps(manifest))
+    child = TrainConfig(data=str(small_folder), out=tmp_path / "child", weights=str(parent), **FAST)
+    stop_after_one_epoch(child)
+    shutil.rmtree(parent)
+    train(child)
+    assert Run.open(tmp_path / "child").model["preprocess"]["mean"] == [0.1, 0.1, 0.1]
+
+
+def test_overwrite_waits_for_the_process_that_writes(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
+    out = tmp_path / "run"
+    train(TrainConfig(data=str(small_folder), out=out, **FAST))  # this process keeps the lock
+    words = ["-m", "dsimg", "train", "--data", str(small_folder), "--out", str(out), "--overwrite"]
+    (result,) = launch(1, *words, "--model", "tests.nets:with_batchnorm", "--epochs", "1")
+    assert result.returncode == 2
+    assert "another process is writing the run" in result.stdout
+    assert Run.open(out).file("weights").exists()
