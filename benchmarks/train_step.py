@@ -25,21 +25,27 @@ from torch import nn
 
 from dsimg import data, loop, models
 from dsimg.augment import Augmentation
+from dsimg.checkpoint import Saver
 from dsimg.console import Terminal
+from dsimg.control import Control, Limits, Position
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.engine import Engine
+from dsimg.engine import Engine, StepInfo
 from dsimg.folder import Split, find_images
+from dsimg.health import Health
 from dsimg.losses import cross_entropy
 from dsimg.meter import Meter, MetricsFile
 from dsimg.optimizers import OptimizerSpec
 from dsimg.steps import StepPlan
+from dsimg.stop import StopWatch
+from dsimg.watch import RankWatch, open_store
 from dsimg.world import World, bf16_is_fast, start_world
 
 # isort: split
 import deepspeed  # after dsimg.world, which tells it the device
 
 BATCH = 128
+LOG_STEPS = 10
 STAGES = (0, 1, 2, 3)
 
 
@@ -119,10 +125,48 @@ def random_batch(size: int, world: World, *, channels_last: bool = True) -> tupl
     return images, torch.randint(0, 10, (size,), device=world.device)
 
 
+class WithoutSaves(Control):
+    """All that comes between two steps, but for checkpoints."""
+
+    def end_of_epoch(self, position: Position) -> None:
+        """Save nothing."""
+        self._engine.pool_batchnorm()
+
+
+class Unwatched(WithoutSaves):
+    """No exchange between the ranks, no checks, no requests to stop: the loss alone, averaged on logged steps."""
+
+    def after_step(
+        self,
+        position: Position,
+        info: StepInfo,
+        loss: torch.Tensor,
+        *,
+        last: bool,
+        again: Callable[[], tuple[float, list[str]]],
+    ) -> None:
+        """Record the step."""
+        mean = float(loss) if last or position.step % LOG_STEPS == 0 else 0.0
+        self._meter.step(info, mean, epoch=position.epoch, step=position.step, spike=None)
+
+    def at(self, position: Position, doing: str) -> None:
+        """Tell nobody."""
+
+
 class WholeLoop:
     """dsimg's own `loop.fit`, an epoch of `steps` optimizer steps at a time."""
 
-    def __init__(self, arch: str, stage: int, world: World, split: Split, *, steps: int, folder: Path) -> None:
+    def __init__(
+        self,
+        arch: str,
+        stage: int,
+        world: World,
+        split: Split,
+        *,
+        steps: int,
+        folder: Path,
+        control: type[Control] = WithoutSaves,
+    ) -> None:
         model = models.build_model(arch, num_classes=10, input_size=32)
         self.preprocess = models.default_preprocess("cifar_resnet20", image_size=32)
         self.engine = Engine(
@@ -139,23 +183,57 @@ class WholeLoop:
         assert plan.steps == steps
         self.loader = data.TrainLoader(images, plan, rank=world.rank, prefetch=world.device.type == "cuda")
         self.file = MetricsFile(folder / "metrics.jsonl", step=0, rank=world.rank)
+        self.terminal = Terminal(rank=world.rank, stream=Path(os.devnull).open("w"))  # noqa: SIM115
+        self.control_type, self.folder = control, folder
+        self.stop = StopWatch(stop_file=None, max_hours=None, at_once=lambda reason, code: None)
+        self.watch: RankWatch | None = None
+        if control is not Unwatched and world.size > 1:
+            self.watch = RankWatch(
+                rank=world.rank, size=world.size, store=open_store(), timeout=300, on_loss=lambda text: None
+            )
+        self.saver = Saver(
+            folder / "checkpoints", self.engine, keep=2, on_error="stop", saved_step=0, terminal=self.terminal
+        )
         self.steps = steps
         self.epoch = 0
         self.world = world
 
+    def close(self) -> None:
+        """End the threads."""
+        self.stop.close()
+        if self.watch is not None:
+            self.watch.close()
+
     def __call__(self, count: int) -> None:
         """Take `count` steps: whole epochs."""
         epochs = count // self.steps
+        start = Position(epoch=self.epoch, step=self.epoch * self.steps)
         meter = Meter(
             self.engine,
             steps_per_epoch=self.steps,
             images_per_epoch=len(self.loader.images),
             batch_size=BATCH,
             epochs=10**6,
-            start_step=self.epoch * self.steps,
-            log_steps=10,
+            start_step=start.step,
+            log_steps=LOG_STEPS,
             file=self.file,
-            terminal=Terminal(rank=self.world.rank, stream=Path(os.devnull).open("w")),  # noqa: SIM115
+            terminal=self.terminal,
+        )
+        control = self.control_type(
+            self.engine,
+            start=start,
+            limits=Limits(save_minutes=10**6, max_steps=None, grace_seconds=30, bad_images=0),
+            meter=meter,
+            health=Health(self.engine, max_skipped=20),
+            saver=self.saver,
+            state=lambda position: {},
+            count_bad_images=lambda: 0,
+            too_many_bad_images=lambda: None,
+            divergence_file=self.folder / "divergence.json",
+            stop=self.stop,
+            watch=self.watch,
+            stop_text=str,
+            terminal=self.terminal,
         )
         loop.fit(
             self.engine,
@@ -166,12 +244,11 @@ class WholeLoop:
             seed=0,
             mixup=0.0,
             cutmix=0.0,
-            start_epoch=self.epoch,
+            start=start,
             epochs=self.epoch + epochs,
-            bad_image_limit=0,
             meter=meter,
-            too_many_bad_images=lambda: None,
-            end_of_epoch=lambda epoch, step: None,
+            control=control,
+            evaluate=lambda position: None,
         )
         self.epoch += epochs
 
@@ -217,6 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     [seconds(contestant, options.steps, world) for contestant in contestants]
                     for _ in range(options.rounds)
                 ]
+                whole.close()
                 waits = data_waits(Path(folder) / "metrics.jsonl")
             ratios = [row[1] / row[0] for row in rounds]
             to_torch = statistics.median(min(row[2:]) / row[0] for row in rounds)

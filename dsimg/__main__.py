@@ -10,6 +10,7 @@ from dsimg.errors import near
 STAGES = {
     "train": ("dsimg.train:train", "train an image classifier with DeepSpeed"),
     "evaluate": ("dsimg.evaluate:evaluate", "measure a run on a folder of images, every image once"),
+    "doctor": ("dsimg.doctor:doctor", "prove that a stopped and resumed run is the run that never stopped"),
 }
 
 

@@ -1,111 +1,204 @@
-"""Checkpoints for resuming: what each rank owns, by parameter name, in safetensors and JSON.
+"""What a checkpoint holds of the engine, and saving it without holding up training.
 
-A checkpoint is a folder `checkpoints/step_N/` with one `shard_R.safetensors` a rank and `state.json`, which rank 0
-writes last, before the folder gets its name. Shards hold pieces of named parameters, so that any number of ranks
-and any ZeRO stage can read them.
+Each rank copies what it owns and goes on; a thread writes, syncs, reads back and hashes the copy. When the threads of
+all ranks are done, rank 0 makes the checkpoint visible in one rename.
 """
 
-import json
-import os
+import secrets
 import shutil
-from collections import defaultdict
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor
 
-from dsimg.engine import Engine, Fragment
+from dsimg.console import Terminal, bytes_text
+from dsimg.engine import Engine
 from dsimg.errors import RunError
-from dsimg.run import write_json
+from dsimg.shards import (
+    BUFFER,
+    EMA,
+    WEIGHT,
+    Pieces,
+    check_shards,
+    checkpoints,
+    clear_leftovers,
+    commit,
+    key_of,
+    latest_note,
+    read_state,
+    set_aside,
+    write_shard,
+)
+from dsimg.world import World
 
-WEIGHT, EMA, BUFFER = "weight", "ema", "buffer"
+
+class Saver:
+    """Writes checkpoints beside the training. All ranks call `begin` and `finish` at the same steps."""
+
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        *,
+        keep: int,
+        on_error: Literal["stop", "continue"],
+        saved_step: int | None,
+        terminal: Terminal,
+    ) -> None:
+        """`saved_step` is that of the checkpoint that training resumes from: the newest that is whole."""
+        self._folder, self._engine, self._keep, self._on_error = folder, engine, keep, on_error
+        self._terminal = terminal
+        world = engine.world
+        if world.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(folder)
+        self._token: str = world.on_rank_zero(lambda: secrets.token_hex(4))
+        self._frozen = engine.frozen()
+        self._thread: threading.Thread | None = None
+        self._result: dict[str, Any] | str = ""
+        self._state: dict[str, Any] = {}
+        self._temporary = folder
+        self.saved_step = saved_step
+        self.saves = 0
+        self.paused = 0.0  # seconds that training stood still for all saves so far
+        self.write_seconds = 0.0  # from the copy to the last byte on the disk, of the last save, the slowest rank
+        self.shard_bytes = 0  # of the largest shard of the last save
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save has begun that is not finished."""
+        return self._thread is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of the save lies on the disk, so that `finish` need not wait for it."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def begin(self, state: Mapping[str, Any]) -> None:
+        """Copy what this rank owns and start writing it. `state` is JSON-able, the same on every rank, with `step`."""
+        assert self._thread is None
+        if state["step"] == self.saved_step:
+            return
+        begun = time.perf_counter()
+        world = self._engine.world
+        self._state = {
+            **state,
+            "world": world.size,
+            "zero_stage": self._engine.zero_stage,
+            "scalars": _scalars(self._engine),
+            "tensors": self._engine.layout(),
+        }
+        self._temporary = self._folder / f".step_{state['step']:08d}.{self._token}.tmp"
+        tensors = _owned_tensors(self._engine)
+        if world.rank == 0:
+            tensors |= {key_of(WEIGHT, 0, name): value.reshape(-1) for name, value in self._frozen.items()}
+        self._thread = threading.Thread(target=self._write, args=(tensors, begun), name="dsimg-save", daemon=True)
+        self._thread.start()
+        self.paused += time.perf_counter() - begun
+
+    def _write(self, tensors: dict[str, Tensor], begun: float) -> None:
+        try:
+            self._temporary.mkdir(exist_ok=True)
+            record = write_shard(tensors, self._temporary / f"shard_{self._engine.world.rank}.safetensors")
+            self._result = {**record, "seconds": time.perf_counter() - begun}
+        except (OSError, SafetensorError) as error:
+            self._result = _reason(error)
+
+    def finish(self) -> None:
+        """Wait until the save is written on all ranks and make it the newest checkpoint; without one, do nothing.
+
+        Raises RunError on all ranks when it could not be written and `on_error` is "stop". The older ones stay.
+        """
+        if self._thread is None:
+            return
+        begun = time.perf_counter()
+        self._thread.join()
+        self._thread = None
+        world, step = self._engine.world, self._state["step"]
+        results = world.gather(self._result)
+        failed = [f"rank {rank}: {result}" for rank, result in enumerate(results) if isinstance(result, str)]
+        shards = [{key: result[key] for key in ("file", "bytes", "sha256")} for result in results if not failed]
+        problem = world.on_rank_zero(lambda: failed[0] if failed else self._commit(shards))
+        if problem is None:
+            self.saved_step = step
+            self.saves += 1
+            self.write_seconds = max(result["seconds"] for result in results)
+            self.shard_bytes = max(result["bytes"] for result in results)
+        elif self._on_error == "stop":
+            raise RunError(f"{self._failure(step, problem)} --on_save_error continue would train on.")
+        else:
+            self._terminal.warn(f"{self._failure(step, problem)} Training goes on.")
+        self.paused += time.perf_counter() - begun
+
+    def _commit(self, shards: list[dict[str, Any]]) -> str | None:
+        try:
+            commit(self._temporary, self._state, shards, keep=self._keep)
+        except (OSError, RunError) as error:
+            return _reason(error)
+        return None
+
+    def _failure(self, step: int, problem: str) -> str:
+        if self._engine.world.rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        older = f"That of step {self.saved_step} stays" if self.saved_step is not None else "There is no older one"
+        return f"cannot save the checkpoint of step {step}: {problem}. {older}; mend the disk (space, quota, rights)."
+
+    def cost_text(self) -> str:
+        """Return what the last save took, for people."""
+        return f"{bytes_text(self.shard_bytes)} a rank, written in {self.write_seconds:.1f} s beside the training"
 
 
-def save_checkpoint(folder: Path, engine: Engine, state: dict[str, Any]) -> Path:
-    """Write a checkpoint at `state["step"]` and drop the older ones. All ranks take part.
+def choose_checkpoint(folder: Path, world: World, terminal: Terminal) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint that verifies on all ranks, and its state; None when there is none.
 
-    `state` is JSON-able and the same on every rank. The folder appears whole or not at all.
+    One line says what was wrong with each newer one, which is set aside. Raises RunError when none is whole.
     """
-    world = engine.world
-    final = folder / f"step_{state['step']:08d}"
-    temporary = folder / f".{final.name}.tmp"
-    if world.rank == 0:
-        for left_over in folder.glob(".step_*.tmp"):
-            shutil.rmtree(left_over)
-        temporary.mkdir(parents=True)
-    world.barrier()
-    shard = temporary / f"shard_{world.rank}.safetensors"
-    try:
-        save_file(_owned_tensors(engine), shard)
-        with shard.open("rb") as stream:
-            os.fsync(stream.fileno())
-    except (OSError, SafetensorError) as error:
+    found: list[Path] = world.on_rank_zero(lambda: checkpoints(folder))
+    note: str | None = world.on_rank_zero(lambda: latest_note(folder))
+    if note is not None:
+        terminal.warn(f"{note}; taking the newest checkpoint that is whole")
+    problems: list[str] = []
+    for path in found:
+        state: dict[str, Any] = {}
+        problem: str | None = None
+        try:
+            state = read_state(path)
+            problem = check_shards(path, state, part=world.rank, parts=world.size)
+        except RunError as error:
+            problem = str(error).rstrip(".")
+        told = [said for said in world.gather(problem) if said is not None]
+        if not told:
+            return path, state
+        problems.append(told[0])
+        terminal.warn(f"{told[0]}; trying an older checkpoint")
+    if found:
         raise RunError(
-            f"cannot save {shard}: {error}. The checkpoint before it is untouched; free some space."
-        ) from error
-    world.barrier()
-    if world.rank == 0:
-        write_json(temporary / "state.json", {**state, "shards": world.size, "scalars": _scalars(engine)})
-        if final.exists():
-            shutil.rmtree(final)
-        temporary.rename(final)
-        for older in checkpoints(folder):
-            if older != final:
-                shutil.rmtree(older)
-    world.barrier()
-    return final
+            f"no checkpoint in {folder} is whole: {problems[0]}. Copy one back from elsewhere, or start anew with "
+            "--overwrite."
+        )
+    return None
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if (path / "state.json").exists())
+def set_aside_newer(chosen: Path) -> None:
+    """Put the damaged checkpoints that are newer than the chosen one out of the way of the next save. For rank 0."""
+    for path in checkpoints(chosen.parent):
+        if path == chosen:
+            return
+        set_aside(path)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return the state that a checkpoint was saved with. Raises RunError when it cannot be read."""
-    try:
-        state: dict[str, Any] = json.loads((path / "state.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(f"the checkpoint {path} is damaged: {error}. Start anew with --overwrite.") from error
-    return state
+def load_checkpoint(path: Path, state: Mapping[str, Any], engine: Engine) -> None:
+    """Load weights, optimizer states, EMA and buffers into the engine, whatever ranks and stage they were saved with.
 
-
-def load_checkpoint(path: Path, engine: Engine) -> None:
-    """Load weights, optimizer states, EMA and buffers into the engine.
-
-    Raises RunError when the checkpoint is damaged or lacks something that this engine needs.
+    Raises RunError when the checkpoint lacks something that this engine needs.
     """
-    state = read_state(path)
-    try:
-        shards: list[Any] = [safe_open(path / f"shard_{rank}.safetensors", "pt") for rank in range(state["shards"])]
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the checkpoint {path} is damaged: {error}. Start anew with --overwrite.") from error
-    pieces: dict[tuple[str, str], list[tuple[int, int, str]]] = defaultdict(list)
-    for index, shard in enumerate(shards):
-        for key in shard.keys():  # noqa: SIM118 - it has no iterator
-            kind, start, name = key.split(":", 2)
-            pieces[kind, name].append((int(start), index, key))
-
-    def fill(fragment: Fragment, kind: str, target: Tensor) -> None:
-        """Copy what the shards hold of a fragment into `target`, this fragment's view of an owner-shaped tensor."""
-        filled = 0
-        for start, index, key in pieces[kind, fragment.name]:
-            stored = shards[index].get_slice(key)
-            (length,) = stored.get_shape()
-            low, high = max(start, fragment.start), min(start + length, fragment.start + fragment.numel)
-            if low < high:
-                target[low - fragment.start : high - fragment.start] = stored[low - start : high - start]
-                filled += high - low
-        if filled != fragment.numel:
-            raise RunError(
-                f"the checkpoint {path} has {filled} of {fragment.numel} values of {kind} {fragment.name}: it was made "
-                "by another model or optimizer. Start anew with --overwrite, or give the flags it was made with."
-            )
-
-    optimizer_kinds = sorted({kind for kind, _ in pieces} - {WEIGHT, EMA, BUFFER})
+    pieces = Pieces(path, state)
+    optimizer_kinds = sorted(pieces.kinds - {WEIGHT, EMA, BUFFER})
     owners, averages = engine.owners(), engine.ema
     position = {id(owner): index for index, owner in enumerate(owners)}
     optimizer_state = engine.optimizer_state()
@@ -115,21 +208,24 @@ def load_checkpoint(path: Path, engine: Engine) -> None:
             for name, value in state["scalars"].items():
                 optimizer_state[owner][name] = torch.tensor(value, dtype=torch.float32)
         for fragment in engine.fragments():
-            fill(fragment, WEIGHT, fragment.view(fragment.owner))
-            for kind in optimizer_kinds:
-                fill(fragment, kind, fragment.view(optimizer_state[fragment.owner][kind]))
+            targets = {WEIGHT: fragment.owner}
+            targets |= {kind: optimizer_state[fragment.owner][kind] for kind in optimizer_kinds}
             if averages:
-                fill(fragment, EMA, fragment.view(averages[position[id(fragment.owner)]]))
+                targets[EMA] = averages[position[id(fragment.owner)]]
+            for kind, target in targets.items():
+                pieces.fill(fragment.view(target), kind, fragment.name, start=fragment.start)
         engine.refresh()
-        buffers = engine.buffers()
-        for (kind, name), found in pieces.items():
-            if kind == BUFFER:
-                ((_, index, key),) = found
-                buffers[name].copy_(shards[index].get_tensor(key).view_as(buffers[name]))
+        engine.load_frozen(lambda target, name: pieces.fill(target, WEIGHT, name, start=0))
+        # Within an epoch BatchNorm's statistics are each rank's own.
+        world = engine.world
+        stored = pieces.buffers(world.rank if state["world"] == world.size else None)
+        for name, buffer in engine.buffers().items():
+            if name in stored:
+                buffer.copy_(stored[name].view_as(buffer))
 
 
 def _owned_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return what this rank writes: `kind:start:parameter name` -> values, flattened."""
+    """Return a copy of what this rank writes: `kind:start:name` -> flat values on the CPU."""
     tensors: dict[str, Tensor] = {}
     position = {id(owner): index for index, owner in enumerate(engine.owners())}
     optimizer_state = engine.optimizer_state()
@@ -143,10 +239,9 @@ def _owned_tensors(engine: Engine) -> dict[str, Tensor]:
         if engine.ema:
             kinds[EMA] = engine.ema[position[id(fragment.owner)]]
         for kind, value in kinds.items():
-            tensors[f"{kind}:{fragment.start}:{fragment.name}"] = fragment.view(value).cpu().clone()
-    if engine.world.rank == 0:
-        for name, buffer in engine.buffers().items():
-            tensors[f"{BUFFER}:0:{name}"] = buffer.detach().cpu().reshape(-1).clone()
+            tensors[key_of(kind, fragment.start, fragment.name)] = fragment.view(value).to("cpu", copy=True)
+    for name, buffer in engine.buffers().items():
+        tensors[key_of(BUFFER, 0, name)] = buffer.detach().reshape(-1).to("cpu", copy=True)
     return tensors
 
 
@@ -157,3 +252,10 @@ def _scalars(engine: Engine) -> dict[str, float]:
             name: float(value) for name, value in owned.items() if not isinstance(value, Tensor) or value.dim() == 0
         }
     return {}
+
+
+def _reason(error: Exception) -> str:
+    """Return the operating system's words where there are some."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
+    return str(error).rstrip(".")

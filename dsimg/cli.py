@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
 import time
 import tomllib
 import traceback
@@ -19,15 +20,23 @@ from typing import Any
 import tyro
 
 from dsimg.console import Chatter, Terminal
-from dsimg.errors import ConfigError, DsimgError, near
+from dsimg.errors import ConfigError, DsimgError, StopRequested, near
 
 
 class Context:
-    """What the process a stage runs in knows: its terminal and where other libraries' output goes."""
+    """What the process a stage runs in knows: its terminal and where other libraries' output goes.
+
+    A stage may add `explain`, which says what became of another rank when talking to it fails; `was_asked_to_end`,
+    which tells whether a launcher's signal has come; and `at_exit`, which is called with the exit code and the last
+    words when all has been said.
+    """
 
     def __init__(self, terminal: Terminal, chatter: Chatter | None) -> None:
         self.terminal = terminal
         self.chatter = chatter
+        self.explain: Callable[[], str | None] = lambda: None
+        self.was_asked_to_end: Callable[[], bool] = lambda: False
+        self.at_exit: Callable[[int, str], None] = lambda code, text: None
 
 
 _context: Context | None = None
@@ -46,38 +55,51 @@ def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typin
     # `python dsimg/train.py` puts dsimg/ first on the path, where its files could hide other packages'; a user's
     # own --model package.module:function is looked up where the command was given.
     sys.path[:] = [str(Path.cwd()), *(entry for entry in sys.path if entry not in (package, ""))]
-    chatter: Chatter | None = None
-    terminal = Terminal(rank=rank)
-    code = 0
+    _context = Context(Terminal(rank=rank), None)
+    code, text = 0, ""
     try:
         config = parse(stage, sys.argv[1:] if argv is None else argv, quiet=rank != 0)
         chatter = Chatter()
-        terminal = Terminal(rank=rank, stream=chatter.stream)
-        _context = Context(terminal, chatter)
+        _context = Context(Terminal(rank=rank, stream=chatter.stream), chatter)
         stage(config)
     except DsimgError as error:
-        code = 2
-        _complain(terminal, rank, f"error: {error}")
+        code, text = 2, f"error: {error}"
+    except StopRequested as error:
+        code, text = 75, str(error)
     except KeyboardInterrupt:
-        code = 130
-        terminal.stop_live()
-        terminal.say("interrupted")
+        code, text = 130, "interrupted"
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException as error:
-        code, text = _unexpected(error, chatter)
-        _complain(terminal, rank, text)
-    finally:
-        terminal.stop_live()
-        if chatter is not None:
-            chatter.stop()
+        code, text = _unexpected(error, _context)
+    leave(code, text)
+
+
+_leaving = threading.Lock()
+
+
+def leave(code: int, text: str = "") -> typing.NoReturn:
+    """End the process with last words: from the main thread, or from one that finds it stuck. The first one counts."""
+    if not _leaving.acquire(blocking=False):
+        threading.Event().wait()
+    here = context()
+    here.terminal.stop_live()
+    if text:
+        _complain(here, text, urgent=code in (75, 130))
+    try:
+        here.at_exit(code, text)
+    except BaseException as error:
+        _unexpected(error, here)
+    if here.chatter is not None:
+        here.chatter.stop()
     sys.stdout.flush()
     # Not sys.exit: process groups and data workers of a rank that fails would wait for its peers.
     os._exit(code)
 
 
-def _unexpected(error: BaseException, chatter: Chatter | None) -> tuple[int, str]:
+def _unexpected(error: BaseException, here: Context) -> tuple[int, str]:
     """Return the exit code and the text for an exception that is not a user's error; the log gets its traceback."""
+    chatter = here.chatter
     trace = "".join(traceback.format_exception(error))
     if chatter is not None:
         with contextlib.suppress(OSError):  # a full disk must not hide what happened
@@ -87,22 +109,29 @@ def _unexpected(error: BaseException, chatter: Chatter | None) -> tuple[int, str
         return 2, f"error: {error} If memory ran out, give fewer --workers; the same command resumes the run."
     # What a rank sees of another's end, in gloo's and in NCCL's words.
     if any(sign in trace for sign in ("gloo/transport", "Connection closed by peer", "DistBackendError")):
-        return 1, "error: another rank ended, and this one with it. What that rank said stands above or in its log."
+        said = here.explain() or "another rank ended, and this one with it. What it said stands above or in its log."
+        return 1, f"error: {said}"
     where = f" Log: {chatter.path}" if chatter is not None and chatter.has_place else ""
     return 1, f"{trace}This is a bug in dsimg, or in a library it uses; please report it.{where}"
 
 
-def _complain(terminal: Terminal, rank: int, text: str) -> None:
+def _complain(here: Context, text: str, *, urgent: bool) -> None:
     """Say `text` once for all ranks.
 
     An error that every rank meets is rank 0's to tell: its exit makes the launcher end the others. A rank that is
-    still here after some seconds failed alone, and speaks for itself.
+    still here after some seconds failed alone, and speaks for itself. Where it is `urgent` to go, only rank 0 speaks.
     """
-    terminal.stop_live()
-    if rank != 0:
-        time.sleep(3 + min(rank, 8))
-        terminal = terminal.as_rank_zero()
-        text = f"rank {rank}: {text}"
+    terminal = here.terminal
+    if terminal.rank != 0:
+        if urgent:
+            return
+        asked_before = here.was_asked_to_end()
+        deadline = time.monotonic() + 3 + min(terminal.rank, 8)
+        while time.monotonic() < deadline:
+            if here.was_asked_to_end() and not asked_before:
+                return
+            time.sleep(0.1)
+        text, terminal = f"rank {terminal.rank}: {text}", terminal.as_rank_zero()
     terminal.say(text)
 
 

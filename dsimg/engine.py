@@ -426,22 +426,85 @@ class Engine:
                 self.world.sum(full)
             if self.world.rank == 0:
                 state[name] = full.view(shape).to("cpu", torch.float32, copy=True)
-        frozen = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter not in self._names:
-                with deepspeed.zero.GatheredParameters(parameter, enabled=self.zero_stage == 3):
-                    frozen[name] = parameter.detach().to("cpu", torch.float32, copy=True)
+        frozen = self.frozen()
         if self.world.rank != 0:
             return {}
-        # Tied weights have one tensor and several names.
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter in self._names:
-                state[name] = state[self._names[parameter]]
-        buffers = {
-            name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers(remove_duplicate=False)
-        }
+        buffers = {name: buffer.detach().cpu().clone() for name, buffer in self.module.named_buffers()}
         everything = {**state, **frozen, **buffers}
+        return {name: everything[stored] for name, (_, stored) in self.layout().items()}
+
+    def layout(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return for each name of the state dict the tensor's shape and the name that it goes by here: tied weights
+        have one tensor and several names."""
+        tensors = (
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        )
+        first: dict[int, str] = {}
+        for name, tensor in tensors:
+            first.setdefault(id(tensor), name)
+        # At ZeRO-3 a parameter is empty between uses; DeepSpeed keeps its shape beside it.
+        everything = {
+            name: (tuple(getattr(tensor, "ds_shape", tensor.shape)), first[id(tensor)]) for name, tensor in tensors
+        }
         return {name: everything[name] for name in self.module.state_dict(keep_vars=True)}
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the parameters that are not trained, in fp32 on the CPU. All ranks take part."""
+        values = {}
+        for name, parameter in self._frozen():
+            with deepspeed.zero.GatheredParameters(parameter, enabled=self.zero_stage == 3):
+                values[name] = parameter.detach().to("cpu", torch.float32, copy=True)
+        return values
+
+    @torch.no_grad()
+    def load_frozen(self, fill: Callable[[Tensor, str], None]) -> None:
+        """Set the parameters that are not trained: `fill(flat fp32 tensor, name)` on every rank."""
+        for name, parameter in self._frozen():
+            with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0, enabled=self.zero_stage == 3):
+                values = torch.empty(parameter.numel())
+                fill(values, name)
+                parameter.copy_(values.view(parameter.shape))
+
+    def _frozen(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p not in self._names]
+
+    # --- health
+
+    @torch.no_grad()
+    def checksums(self) -> tuple[list[str], Tensor]:
+        """Return the names of the parameters that every rank holds whole, and a checksum of each (P,) int64: the sum
+        of its bits. At ZeRO-3 these are the few that are not sharded."""
+        names, sums = [], []
+        for name, parameter in self.module.named_parameters():
+            if parameter.numel() and (self.zero_stage < 3 or getattr(parameter, "ds_persist", False)):
+                names.append(name)
+                bits = torch.int32 if parameter.element_size() == 4 else torch.int16
+                sums.append(parameter.detach().reshape(-1).view(bits).sum(dtype=torch.int64))
+        return names, torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=self.world.device)
+
+    @contextmanager
+    def largest_gradients(self) -> Iterator[dict[str, float]]:
+        """Collect inside the `with`, by parameter, the largest absolute value of this rank's own gradients."""
+        largest: dict[str, float] = {}
+
+        def look(name: str) -> Callable[[Tensor], None]:
+            def hook(gradient: Tensor) -> None:
+                value = float(gradient.detach().float().abs().max()) if gradient.numel() else 0.0
+                old = largest.get(name, 0.0)
+                largest[name] = value if math.isnan(value) else max(value, old) if not math.isnan(old) else old
+
+            return hook
+
+        handles = [
+            parameter.register_hook(look(name))  # type: ignore[no-untyped-call]
+            for parameter, name in self._names.items()
+        ]
+        try:
+            yield largest
+        finally:
+            for handle in handles:
+                handle.remove()
 
     # --- memory
 

@@ -6,7 +6,10 @@ DsimgError              the user can mend it: one message, exit code 2, no trace
 │   └── ImageError      one file that is not a usable image
 ├── ModelError          the network or its weights
 ├── RunError            a run folder
+├── DivergenceError     training that no longer learns
 └── DeviceError         the GPUs, their memory, the ranks
+
+StopRequested           no error: a run that ends early because it was asked to, exit code 75
 """
 
 import difflib
@@ -37,8 +40,16 @@ class RunError(DsimgError):
     """A run folder is missing something, is damaged, or belongs to another config."""
 
 
+class DivergenceError(DsimgError):
+    """Training has lost its way: loss or gradients are not finite, step after step."""
+
+
 class DeviceError(DsimgError):
     """A device is missing, too small, or shared by more ranks than it can serve."""
+
+
+class StopRequested(Exception):  # noqa: N818 - it is not an error
+    """A run was asked to stop and has saved; the same command goes on from there."""
 
 
 def near(name: str, choices: Iterable[str]) -> str:

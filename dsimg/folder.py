@@ -159,6 +159,28 @@ def read_index(path: Path) -> ImageFolder:
         raise DataError(f"the index {shown(path)} is damaged ({error}); delete it and list the folder again.") from None
 
 
+def difference(old: ImageFolder, new: ImageFolder) -> str | None:
+    """Return how the images of `new` differ from those of `old`, for people; None where they are the same."""
+    if all(
+        (a.files == b.files and np.array_equal(a.labels, b.labels))
+        for a, b in ((old.train, new.train), (old.val, new.val))
+    ):
+        return None
+    parts: list[str] = []
+    for word, lost, found in (("gone", old, new), ("new", new, old)):
+        if names := sorted(set(lost.classes) - set(found.classes)):
+            parts.append(f"{'class' if len(names) == 1 else 'classes'} {word}: {_some(names)}")
+    before, now = (
+        {path.relative_to(f.root).as_posix() for split in (f.train, f.val) for path in _paths(split)}
+        for f in (old, new)
+    )
+    for word, files in (("gone", sorted(before - now)), ("added", sorted(now - before))):
+        if files:
+            more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+            parts.append(f"{_number(len(files), 'file')} {word} ({', '.join(map(shown, files[:3]))}{more})")
+    return "; ".join(parts) or "the same files are split into training and validation in another way"
+
+
 def shown(name: str | Path) -> str:
     """Return a path or a class name fit to print: what is not UTF-8, and control characters, escaped."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dsimg import augment, data, metrics
+from dsimg.control import Control, Position
 from dsimg.engine import Engine
 from dsimg.errors import DataError
 from dsimg.folder import Split
@@ -22,6 +24,7 @@ from dsimg.models import primary_logits
 from dsimg.preprocess import Preprocess
 from dsimg.run import write_atomically, write_json
 from dsimg.schedule import Schedule
+from dsimg.watch import TRAINING
 from dsimg.world import World
 
 
@@ -48,61 +51,88 @@ def fit(
     seed: int,
     mixup: float,
     cutmix: float,
-    start_epoch: int,
+    start: Position,
     epochs: int,
-    bad_image_limit: int,
     meter: Meter,
-    too_many_bad_images: Callable[[], None],
-    end_of_epoch: Callable[[int, int], None],
+    control: Control,
+    evaluate: Callable[[Position], None],
 ) -> None:
-    """Train from `start_epoch` to `epochs`; call `end_of_epoch(epochs done, steps done)` after each.
+    """Train from `start` to `epochs`; `control` comes after each optimizer step, `evaluate` after each epoch.
 
-    `schedule` None leaves the learning rate to the DeepSpeed JSON's scheduler. `too_many_bad_images` is called on all
-    ranks as soon as they may know of more than `bad_image_limit` training images that cannot be decoded; it counts
-    exactly and raises.
+    A run that starts at an epoch's end is evaluated first: it may have been stopped before. `schedule` None leaves the
+    learning rate to the DeepSpeed JSON's scheduler.
     """
     device = engine.world.device
-    step = start_epoch * loader.steps_per_epoch
-    for epoch in range(start_epoch, epochs):
+
+    def backward(batch: data.Batch, epoch: int) -> Tensor:
+        """Run one micro-batch forward and backward; return its weighted loss, a scalar on the device."""
+        images = data.to_input(batch.images, preprocess, device)
+        targets = Targets(batch.labels.to(device, non_blocking=True), None, None)
+        if mixup > 0 or cutmix > 0:
+            images, partners, lam = augment.mix(
+                images,
+                targets.labels,
+                batch.ids,
+                batch.partner,
+                seed=seed,
+                epoch=epoch,
+                mixup=mixup,
+                cutmix=cutmix,
+            )
+            targets = Targets(targets.labels, partners, lam)
+        losses = loss(engine.forward(images), images, targets)
+        weighted = (losses * batch.weights.to(device, non_blocking=True)).sum()
+        # Times 1, or NaN where it is not finite: then no gradient is, and the step is skipped on every rank.
+        engine.backward(weighted * (1 + 0 * weighted.detach()), boundary=batch.boundary)
+        return weighted.detach()
+
+    position = start
+    if position.step and not position.epoch_step:
+        evaluate(position)
+    control.begin()
+    for epoch in range(start.epoch, epochs):
         engine.train()
-        # Dropout and stochastic depth: a stream for each epoch and rank, so that a resumed run draws the same.
-        torch.manual_seed(hash((seed, epoch, engine.world.rank)) % 2**63)
-        batches = iter(loader.epoch(epoch))
+        batches = iter(loader.epoch(epoch, start_step=position.epoch_step))
+        step_batches: list[data.Batch] = []
+        losses: list[Tensor] = []
+        _seed_random(seed, position.step, engine.world.rank)
         while True:
+            control.at(position, TRAINING)
             asked = time.perf_counter()
             batch = next(batches, None)
             meter.waited(time.perf_counter() - asked)
             if batch is None:
                 break
-            images = data.to_input(batch.images, preprocess, device)
-            targets = Targets(batch.labels.to(device, non_blocking=True), None, None)
-            if mixup > 0 or cutmix > 0:
-                images, partners, lam = augment.mix(
-                    images,
-                    targets.labels,
-                    batch.ids,
-                    batch.partner,
-                    seed=seed,
-                    epoch=epoch,
-                    mixup=mixup,
-                    cutmix=cutmix,
-                )
-                targets = Targets(targets.labels, partners, lam)
-            losses = loss(engine.forward(images), images, targets)
-            weighted = (losses * batch.weights.to(device, non_blocking=True)).sum()
-            engine.backward(weighted, boundary=batch.boundary)
-            meter.micro_batch(weighted)
-            if batch.boundary:
-                info = engine.step(lr=schedule.at(step) if schedule else None)
-                step += 1
-                # In RAM, every rank knows them all and they were counted before.
-                found = 0 if loader.images.in_ram else len(loader.bad)
-                bad = meter.step(info, epoch=epoch, step=step, bad_images=found)
-                if bad is not None and bad > bad_image_limit:
-                    too_many_bad_images()
-        paused = time.perf_counter()
-        end_of_epoch(epoch + 1, step)
-        meter.pause(time.perf_counter() - paused)
+            control.at(position, TRAINING)
+            step_batches.append(batch)
+            losses.append(backward(batch, epoch))
+            if not batch.boundary:
+                continue
+            info = engine.step(lr=schedule.at(position.step) if schedule else None)
+            position = Position(epoch=epoch, epoch_step=position.epoch_step + 1, step=position.step + 1)
+
+            def again(batches: list[data.Batch] = step_batches, epoch: int = epoch) -> tuple[float, list[str]]:
+                """Repeat the step's backward passes; return this rank's loss and the images that were in them."""
+                total = sum(float(backward(batch, epoch)) for batch in batches)
+                return total, [loader.images.file(index) for batch in batches for index in batch.ids.tolist()]
+
+            last = position.epoch_step == loader.steps_per_epoch
+            control.after_step(position, info, torch.stack(losses).sum(), last=last, again=again)
+            step_batches, losses = [], []
+            _seed_random(seed, position.step, engine.world.rank)
+        position = Position(epoch=epoch + 1, step=position.step)
+        control.end_of_epoch(position)
+        evaluate(position)
+    control.end()
+
+
+def _seed_random(seed: int, step: int, rank: int) -> None:
+    """Make dropout, stochastic depth and whatever a network draws in a step a function of (seed, step, rank), so that a
+    run that was stopped anywhere draws what it would have drawn."""
+    mixed = hash((seed, step, rank)) % 2**63
+    torch.manual_seed(mixed)
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
 
 
 @dataclass(frozen=True)
@@ -125,16 +155,19 @@ def evaluate(
     split: Split,
     preprocess: Preprocess,
     classes: Sequence[str],
+    between: Callable[[], None] = lambda: None,
 ) -> Evaluation | None:
     """Measure a network on a split, each image once on any number of ranks. All take part; rank 0 gets the result.
 
     `forward` maps normalised images (N, 3, H, W) to outputs in fp32; every rank calls it equally often, since the ranks
-    of ZeRO-3 work in step. Files that cannot be decoded are counted and left out of the figures.
+    of ZeRO-3 work in step, and `between` before each batch. Files that cannot be decoded are counted and left out of
+    the figures.
     """
     rows: list[np.ndarray] = []
     bad: dict[str, str] = {}
     width = min(metrics.TOP, len(classes))
     for batch in batches:
+        between()
         logits = primary_logits(forward(data.to_input(batch.images, preprocess, world.device)))
         labels = batch.labels.to(world.device)
         losses = cross_entropy(logits, labels, label_smoothing=0.0)

@@ -1,14 +1,15 @@
 """What training shows and records: the live line, `metrics.jsonl` and DeepSpeed's monitors, fed from one place."""
 
+import errno
 import json
 import math
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from dsimg.checkpoint import Saver
 from dsimg.console import Terminal, count_text, duration_text
 from dsimg.engine import Engine, StepInfo
 from dsimg.errors import RunError
@@ -19,15 +20,24 @@ class MetricsFile:
     """`metrics.jsonl`: one JSON object a line, written by rank 0.
 
     Opened again after a stop, it is cut back to the step that training resumes from, so that no step stands twice.
+    Where `keep_trying`, lines that a full disk refuses are kept and written with a later one.
     """
 
-    def __init__(self, path: Path, *, step: int, rank: int) -> None:
+    def __init__(self, path: Path, *, step: int, rank: int, keep_trying: bool = False) -> None:
         self._path = path
         self._rank = rank
+        self._keep_trying = keep_trying
+        self._waiting: list[str] = []
+        self._evaluated: set[int] = set()
         if rank == 0:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-            kept = "".join(f"{line}\n" for line in lines if _step_of(line) <= step)
-            write_atomically(path, kept.encode("utf-8"))
+            kept = [line for line in lines if _step_of(line) <= step]
+            self._evaluated = {json.loads(line)["step"] for line in kept if json.loads(line)["kind"] == "validation"}
+            write_atomically(path, "".join(f"{line}\n" for line in kept).encode("utf-8"))
+
+    def was_evaluated(self, step: int) -> bool:
+        """Tell whether the file had an evaluation after this step when it was opened. On rank 0."""
+        return step in self._evaluated
 
     def add(self, **values: Any) -> None:
         """Append one line. NaN and infinity, which JSON lacks, are written as text."""
@@ -36,13 +46,27 @@ class MetricsFile:
                 key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
                 for key, value in values.items()
             }
+            self._waiting.append(json.dumps(plain) + "\n")
             try:
-                with self._path.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(plain) + "\n")
+                self._write()
             except OSError as error:
-                raise RunError(
-                    f"cannot write {self._path}: {error.strerror}. The same command goes on from the last checkpoint."
-                ) from error
+                if not self._keep_trying:
+                    raise RunError(
+                        f"cannot write {self._path}: {error.strerror}. The same command goes on from the last "
+                        "checkpoint."
+                    ) from error
+
+    def _write(self) -> None:
+        """Append what waits, or nothing: half a line would hide the next one."""
+        with self._path.open("ab", buffering=0) as stream:
+            size, text = stream.tell(), "".join(self._waiting).encode()
+            try:
+                if stream.write(text) != len(text):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                stream.truncate(size)
+                raise
+        self._waiting.clear()
 
 
 def _step_of(line: str) -> float:
@@ -53,7 +77,7 @@ def _step_of(line: str) -> float:
 
 
 class Meter:
-    """Collects what a logged step says; the losses stay on the device until then."""
+    """Adds up what a logged step says, and shows and records it."""
 
     def __init__(
         self,
@@ -67,7 +91,9 @@ class Meter:
         log_steps: int,
         file: MetricsFile,
         terminal: Terminal,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
+        """`state` is what `state` returned when the run was saved."""
         self._engine = engine
         self._steps_per_epoch, self._images_per_epoch, self._batch_size = (
             steps_per_epoch,
@@ -76,45 +102,39 @@ class Meter:
         )
         self._epochs, self._log_steps = epochs, log_steps
         self._file, self._terminal = file, terminal
-        self._losses: list[Tensor] = []
+        self._loss_sum: float = state["loss_sum"] if state else 0.0
+        self._logged_step: int = state["logged_step"] if state else start_step
         self._waited = 0.0
-        self._first_step = self._logged_step = start_step
+        self._first_step = self._timed_step = start_step
         self._paused = 0.0
         self._begun = self._since = time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """Return what the line that is being added up holds so far, as JSON."""
+        return {"loss_sum": self._loss_sum, "logged_step": self._logged_step}
 
     def waited(self, seconds: float) -> None:
         """Add time that was spent waiting for data."""
         self._waited += seconds
 
-    def micro_batch(self, loss: Tensor) -> None:
-        """Add a micro-batch's weighted loss, a scalar on the device."""
-        self._losses.append(loss.detach())
-
-    def step(self, info: StepInfo, *, epoch: int, step: int, bad_images: int) -> int | None:
-        """Count optimizer step `step`, the first being 1. On a logged one, agree with the other ranks, write and show
-        it, and return the number of undecodable images that all ranks met so far; else return None."""
+    def step(self, info: StepInfo, loss: float, *, epoch: int, step: int, spike: float | None) -> None:
+        """Count optimizer step `step`, the first being 1, with the mean loss over its samples; write and show a logged
+        one. `spike` is the mean loss before it, where this loss is far above that."""
+        self._loss_sum += loss
+        if spike is not None:
+            self._file.add(kind="spike", step=step, epoch=epoch, loss=loss, mean_before=spike)
         last = step % self._steps_per_epoch == 0
         if not (last or step % self._log_steps == 0 or info.skipped):
-            return None
+            return
         engine = self._engine
-        local = torch.stack(
-            [
-                torch.stack(self._losses).sum().double(),
-                torch.tensor(bad_images).double().to(engine.world.device),
-            ]
-        )
-        summed: list[float] = engine.world.sum(local).tolist()
-        steps = step - self._logged_step
-        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (steps.StepPlan).
-        loss = summed[0] / (engine.world.size * engine.accumulation * steps)
         now = time.perf_counter()
         seconds = now - self._since
         elapsed = now - self._begun - self._paused
         values: dict[str, float] = {
-            "loss": loss,
+            "loss": self._loss_sum / (step - self._logged_step),
             "lr": info.lr,
             "grad_norm": info.grad_norm,
-            "images_per_second": (self._images(step) - self._images(self._logged_step)) / seconds,
+            "images_per_second": (self._images(step) - self._images(self._timed_step)) / seconds,
             "data_wait": self._waited / seconds,
         }
         self._file.add(
@@ -130,16 +150,28 @@ class Meter:
         engine.write_monitor({f"Train/{name}": value for name, value in values.items()}, samples=self._images(step))
         remaining = (self._epochs * self._steps_per_epoch - step) * elapsed / (step - self._first_step)
         text = (
-            f"epoch {epoch + 1}/{self._epochs}  step {step}  loss {loss:.4f}  lr {values['lr']:.3g}  "
-            f"|grad| {info.grad_norm:.3g}  {count_text(values['images_per_second'])} images/s  "
+            f"epoch {(step - 1) // self._steps_per_epoch + 1}/{self._epochs}  step {step}  loss {values['loss']:.4f}  "
+            f"lr {values['lr']:.3g}  |grad| {info.grad_norm:.3g}  {count_text(values['images_per_second'])} images/s  "
             f"data wait {values['data_wait']:.0%}  ETA {duration_text(remaining)}"
         )
         if engine.skipped_steps:
             text += f"  skipped steps {engine.skipped_steps}"
         self._terminal.progress(text, last=last)
-        self._losses.clear()
-        self._waited, self._logged_step, self._since = 0.0, step, time.perf_counter()
-        return round(summed[1])
+        self._loss_sum, self._waited = 0.0, 0.0
+        self._logged_step = self._timed_step = step
+        self._since = time.perf_counter()
+
+    def saved(self, saver: Saver, *, epoch: int, step: int) -> None:
+        """Record a checkpoint that is on the disk: what it took, and how long all so far have held training up."""
+        self._file.add(
+            kind="checkpoint",
+            step=step,
+            epoch=epoch,
+            saved_step=saver.saved_step,
+            write_seconds=saver.write_seconds,
+            paused_seconds=saver.paused,
+            shard_bytes=saver.shard_bytes,
+        )
 
     def evaluated(self, report: dict[str, Any], *, epoch: int, step: int) -> None:
         """Record an evaluation after `epoch` epochs."""

@@ -17,8 +17,8 @@ from dsimg.cache import CachePlan, plan_cache, sample_sizes
 from dsimg.console import bytes_text, count_text
 from dsimg.digits import write_digits
 from dsimg.ds_config import DsConfig, StageDefaults, resolve_ds_config
-from dsimg.errors import ConfigError
-from dsimg.folder import ImageFolder, find_images, find_leaks, read_index
+from dsimg.errors import ConfigError, DataError
+from dsimg.folder import ImageFolder, difference, find_images, find_leaks, read_index
 from dsimg.memory import estimate_rank_memory
 from dsimg.optimizers import OptimizerSpec
 from dsimg.preprocess import Preprocess
@@ -89,7 +89,7 @@ def plan_training(
     """Decide everything, and check it, before a run folder is made or memory taken.
 
     `index` and `preprocess` are those of the run that is resumed: it goes on with the same images, taken in the same
-    way, whatever has happened to the folder and to --weights since.
+    way, whatever has happened to --weights since. Raises DataError when the images have changed.
     """
     folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config, index))
     arch = config.model or ("cifar_resnet20" if _are_small(sizes) else "resnet50")
@@ -241,7 +241,16 @@ def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, li
     root = data_path(config)
     if config.data == "digits":
         write_digits(root)
-    folder = read_index(index) if index else find_images(root, seed=config.seed, val_share=config.val_share)
+    folder = find_images(root, seed=config.seed, val_share=config.val_share)
+    if index is not None:
+        kept = read_index(index)
+        changed = difference(kept, folder)
+        if changed is not None:
+            raise DataError(
+                f"the images in {folder.root} are not those that the run began with: {changed}. Put them back to go "
+                "on, or train anew: another --out, or --overwrite."
+            )
+        folder = kept
     notes = list(folder.notes)
     if len(folder.train.files) + len(folder.val.files) <= LEAK_SEARCH_LIMIT:
         leaks = find_leaks(folder)

@@ -74,6 +74,27 @@ class TrainConfig:
     """Evaluate after every so many epochs, and after the last."""
     log_steps: int = 10
     """Show and record every so many optimizer steps."""
+    save_minutes: float = 10.0
+    """Save a checkpoint every so many minutes, besides after each epoch."""
+    keep_checkpoints: int = 2
+    """How many checkpoints stay; the oldest goes when a new one has been read back."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """What to do when a checkpoint cannot be written. The older ones stay in either case."""
+    max_steps: int | None = None
+    """Save and stop (exit code 75) after so many optimizer steps of this start; the same command goes on."""
+    max_hours: float | None = None
+    """Save and stop (exit code 75) after so many hours of this start; the same command goes on."""
+    stop_file: Path | None = None
+    """Save and stop (exit code 75) when this file appears."""
+    grace_seconds: float = 30.0
+    """What a launcher or a cloud gives between asking to stop and killing; a warning says when a save takes longer."""
+    on_exit: str | None = None
+    """A shell command that rank 0 runs at the end, with DSIMG_OUTCOME (done, stopped, failed), DSIMG_EXIT_CODE,
+    DSIMG_RUN and DSIMG_MESSAGE in its environment."""
+    max_skipped_steps: int = 20
+    """Stop when loss or gradients are not finite in more steps in a row than this; such steps are skipped."""
+    rank_timeout: float = 300.0
+    """Stop when a rank has not been heard of, or has not moved, for so many seconds."""
     seed: int = 0
     """Fixes initial weights, order, augmentation and split."""
     overwrite: bool = False
@@ -85,6 +106,8 @@ class TrainConfig:
             "log_steps": self.log_steps,
             "step_epochs": self.step_epochs,
             "image_size": self.image_size,
+            "keep_checkpoints": self.keep_checkpoints,
+            "max_steps": self.max_steps,
         }
         for name, value in positive.items():
             if value is not None and value < 1:
@@ -113,6 +136,16 @@ class TrainConfig:
                 raise ConfigError(f"--{name} is {rate}; it must be a number of at least 0.")
         if self.workers is not None and self.workers < 0:
             raise ConfigError(f"--workers is {self.workers}; it must be 0 or more.")
+        if self.max_skipped_steps < 0:
+            raise ConfigError(f"--max_skipped_steps is {self.max_skipped_steps}; it must be 0 or more.")
+        for name, limit in {
+            "save_minutes": self.save_minutes,
+            "max_hours": self.max_hours,
+            "grace_seconds": self.grace_seconds,
+            "rank_timeout": self.rank_timeout,
+        }.items():
+            if limit is not None and not (limit > 0 and math.isfinite(limit)):
+                raise ConfigError(f"--{name} is {limit}; it must be a positive number.")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"--seed is {self.seed}; it must be at least 0 and below 2147483648.")
         if self.step_epochs is not None and self.schedule != "step":

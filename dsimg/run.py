@@ -4,6 +4,7 @@ A stage begins a run, writes its files into it, and finishes it by writing `run.
 `run.json` is unfinished. Nothing here imports torch.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -45,9 +46,20 @@ def write_atomically(path: Path, data: bytes) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RunError(f"cannot write {path}: {error.strerror}. Free some space or choose another --out.") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make renames in a folder last through a power cut. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,18 +18,22 @@ from torch import Tensor
 
 from dsimg import cli, data, loop, models
 from dsimg.cache import free_memory
-from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from dsimg.checkpoint import Saver, choose_checkpoint, load_checkpoint, set_aside_newer
+from dsimg.control import Control, Limits, Position
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.engine import Engine
-from dsimg.errors import DataError, RunError
+from dsimg.errors import DataError, DsimgError, RunError, StopRequested
 from dsimg.folder import write_index
+from dsimg.health import Health
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, check_against_json, data_path, json_lr, plan_training
 from dsimg.preprocess import Preprocess
 from dsimg.recipe import TrainConfig
 from dsimg.run import Run, State, hold_lock, write_atomically, write_json
+from dsimg.stop import STOPPED, StopWatch, check_stop_file, reason_text
+from dsimg.watch import RankWatch, open_store
 from dsimg.weights import save_weights
 from dsimg.workers import decoding_workers
 from dsimg.world import World, start_world
@@ -35,41 +41,120 @@ from dsimg.world import World, start_world
 __all__ = ["TrainConfig", "train"]
 
 BAD_IMAGES = "bad_images.jsonl"
+DIVERGENCE = "divergence.json"
+LOCK_SECONDS = 20.0
 
 # What may differ when the same run is started again: none of it changes what is learned.
-FREE = ("deepspeed_config", "out", "overwrite", "workers", "cache", "log_steps", "eval_epochs")
+FREE = (
+    "deepspeed_config",
+    "out",
+    "overwrite",
+    "workers",
+    "cache",
+    "log_steps",
+    "eval_epochs",
+    "save_minutes",
+    "keep_checkpoints",
+    "on_save_error",
+    "max_steps",
+    "max_hours",
+    "stop_file",
+    "grace_seconds",
+    "on_exit",
+    "max_skipped_steps",
+    "rank_timeout",
+)
 
 
 def train(config: TrainConfig) -> Run:
-    """Train an image classifier with DeepSpeed, on any number of ranks, into a run folder."""
-    ds_path = find_ds_config(config.deepspeed_config)
-    raw = read_ds_config(ds_path)
-    sizes = lint_ds_config(
-        raw,
-        source=str(ds_path),
-        world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        batch_size=config.batch_size or DEFAULT_BATCH_SIZE,
-        batch_size_given=config.batch_size is not None,
-        optimizer=config.optimizer,
-        gradient_clipping=config.gradient_clipping,
-    )
-    check_against_json(config, raw, source=str(ds_path))
-    world = start_world()
-    path = config.run_path
-    state: State = world.on_rank_zero(lambda: _run_state(path, config))
-    if state == "finished":
-        cli.context().terminal.say(
-            f"{path} is a finished run of this very config: nothing to do. --overwrite trains it again."
-        )
-        return Run.open(path)
+    """Train an image classifier with DeepSpeed, on any number of ranks, into a run folder.
+
+    Raises StopRequested when it was asked to stop and has saved, which is exit code 75 of the command.
+    """
+    context = cli.context()
+    leaves = context.chatter is not None  # a command ends its process; a call from Python gets exceptions
+
+    def at_once(reason: str, code: int) -> None:
+        if leaves:
+            text = reason_text(reason, stop_file=config.stop_file, max_hours=config.max_hours)
+            when = "before the first step" if code == STOPPED else "at once, asked twice"
+            cli.leave(code, f"stopped by {text} {when}. The checkpoints are untouched; the same command goes on.")
+
+    stop = StopWatch(stop_file=config.stop_file, max_hours=config.max_hours, at_once=at_once, signals=leaves)
+    context.was_asked_to_end = lambda: stop.reason is not None
+    watch: RankWatch | None = None
+    planned = False
     try:
-        return _train(config, raw, ds_source=str(ds_path), batch_size=sizes.batch_size, world=world)
+        ds_path = find_ds_config(config.deepspeed_config)
+        raw = read_ds_config(ds_path)
+        sizes = lint_ds_config(
+            raw,
+            source=str(ds_path),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            batch_size=config.batch_size or DEFAULT_BATCH_SIZE,
+            batch_size_given=config.batch_size is not None,
+            optimizer=config.optimizer,
+            gradient_clipping=config.gradient_clipping,
+        )
+        check_against_json(config, raw, source=str(ds_path))
+        world = start_world(collective_seconds=2 * config.rank_timeout)
+        context.at_exit = lambda code, text: _at_exit(config, world, code, text)
+        path = config.run_path
+        state: State = world.on_rank_zero(lambda: _run_state(path, config))
+        if state == "finished":
+            context.terminal.say(
+                f"{path} is a finished run of this very config: nothing to do. --overwrite trains it again."
+            )
+            return Run.open(path)
+        if world.size > 1:
+            watch = RankWatch(
+                rank=world.rank,
+                size=world.size,
+                store=open_store(),
+                timeout=config.rank_timeout,
+                on_loss=lambda text: cli.leave(1, f"error: {text}"),
+            )
+            context.explain = watch.explain
+        run = _train(
+            config, raw, ds_source=str(ds_path), batch_size=sizes.batch_size, world=world, stop=stop, watch=watch
+        )
+        planned = True
+        return run
+    except StopRequested:
+        world.barrier()  # none leaves, and makes a launcher end the others, before all have saved
+        planned = True
+        raise
+    except DsimgError:
+        planned = True
+        raise
     except torch.cuda.OutOfMemoryError as error:
         raise world.out_of_memory(
             "Halve train_micro_batch_size_per_gpu (and double gradient_accumulation_steps), add "
             "--gradient_checkpointing, or use a higher ZeRO stage (--deepspeed_config zero3, or zero3_offload). The "
             "same command then goes on from the last checkpoint."
         ) from error
+    finally:
+        if not leaves:  # a command keeps its handlers: the launcher's SIGTERM must not cut its last words short
+            stop.close()
+        if watch is not None and (planned or not leaves):  # else it has yet to explain what became of another rank
+            watch.close()
+
+
+def _at_exit(config: TrainConfig, world: World, code: int, text: str) -> None:
+    """Run --on_exit on rank 0, as the last thing of the command."""
+    if config.on_exit is None:
+        return
+    if world.rank == 0:
+        outcome = {0: "done", STOPPED: "stopped"}.get(code, "failed")
+        told = {
+            "DSIMG_OUTCOME": outcome,
+            "DSIMG_EXIT_CODE": str(code),
+            "DSIMG_RUN": str(config.run_path.resolve()),
+            "DSIMG_MESSAGE": text,
+        }
+        subprocess.run(config.on_exit, shell=True, env={**os.environ, **told}, check=False)
+    if code in (0, STOPPED) and threading.current_thread() is threading.main_thread():
+        world.barrier()  # a launcher would kill rank 0 after the others' exit
 
 
 def _run_state(path: Path, config: TrainConfig) -> State:
@@ -80,18 +165,28 @@ def _run_state(path: Path, config: TrainConfig) -> State:
     return Run.begin(path, stage="train", config=_as_json(config), free=FREE)[1]
 
 
-def _last_checkpoint(path: Path, config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
-    """Return the newest checkpoint of an unfinished run, and what it was saved with."""
-    found = [] if config.overwrite else checkpoints(path / "checkpoints")
-    return (found[-1], read_state(found[-1])) if found else (None, {})
+def _claim(path: Path) -> None:
+    """Lock a run that exists, waiting a little for ranks that have lost their launcher and are about to leave."""
+    deadline = time.monotonic() + LOCK_SECONDS
+    told = False
+    while True:
+        try:
+            hold_lock(path)
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+            if not told:
+                cli.context().terminal.say(f"another process is in {path}; waiting {LOCK_SECONDS:g} s for it to leave")
+            told = True
+            time.sleep(0.5)
+        else:
+            return
 
 
-def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, resuming: bool) -> None:
+def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, checkpoint: Path | None) -> None:
     """Make the run folder, or find it again, with what is known before the first step."""
-    if Run.state(path) != "new":
-        hold_lock(path)  # before --overwrite removes what another process may be writing
     weights = [Path(config.weights)] if config.weights is not None and Path(config.weights).exists() else []
-    parents = [Run.open(path) for path in weights if path.is_dir() and not resuming]
+    parents = [Run.open(path) for path in weights if (path / "run.json").exists() and checkpoint is None]
     Run.begin(
         path,
         stage="train",
@@ -105,19 +200,35 @@ def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, resuming: bool)
     write_json(path / "ds_config.json", setup.ds.config)
     labels = "".join(f"{name}\n" for name in setup.folder.classes)
     write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
-    if not resuming:
+    if checkpoint is None:
         write_index(setup.folder, path / "index.jsonl.gz")
+    else:
+        set_aside_newer(checkpoint)
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(config).items()}
 
 
-def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_size: int, world: World) -> Run:
+def _train(
+    config: TrainConfig,
+    raw: dict[str, Any],
+    *,
+    ds_source: str,
+    batch_size: int,
+    world: World,
+    stop: StopWatch,
+    watch: RankWatch | None,
+) -> Run:
     context = cli.context()
     terminal, path = context.terminal, config.run_path
     torch.manual_seed(config.seed)
-    saved, state = world.on_rank_zero(lambda: _last_checkpoint(path, config))
+    if (stop_file := config.stop_file) is not None:
+        world.on_rank_zero(lambda: check_stop_file(stop_file))
+    # Before a damaged checkpoint is set aside, or --overwrite removes what another process may be writing.
+    world.on_rank_zero(lambda: _claim(path) if Run.state(path) != "new" else None)
+    chosen = None if config.overwrite else choose_checkpoint(path / "checkpoints", world, terminal)
+    saved, state = chosen or (None, {})
     setup = plan_training(
         config,
         raw,
@@ -139,7 +250,7 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
             f"{path} cannot go on: {'; '.join(changed)}. Give the DeepSpeed JSON it was started with, or --overwrite."
         )
     terminal.table("plan", setup.rows)
-    world.on_rank_zero(lambda: _begin(path, config, setup, resuming=saved is not None))
+    world.on_rank_zero(lambda: _begin(path, config, setup, checkpoint=saved))
     if context.chatter is not None:
         context.chatter.move_to(path / "logs" / f"rank_{world.rank}.log")
     run = Run(path, None)
@@ -192,51 +303,96 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         world=world,
         ema_decay=config.ema,
     )
-    start_epoch, step = 0, 0
+    start = Position()
     if saved is not None:
-        load_checkpoint(saved, engine)
+        load_checkpoint(saved, state, engine)
         engine.load_counters(state["engine"])
-        start_epoch, step = state["epoch"], state["step"]
-        terminal.say(f"resuming after epoch {start_epoch}, step {step}, from {saved}")
+        start = Position(epoch=state["epoch"], epoch_step=state["epoch_step"], step=state["step"])
+        within = f" and {start.epoch_step} steps" if start.epoch_step else ""
+        terminal.say(f"resuming after epoch {start.epoch}{within}, step {start.step}, from {saved}")
+    lenient = config.on_save_error == "continue"
+    file = MetricsFile(path / "metrics.jsonl", step=start.step, rank=world.rank, keep_trying=lenient)
     meter = Meter(
         engine,
         steps_per_epoch=setup.plan.steps,
         images_per_epoch=setup.plan.samples,
         batch_size=setup.plan.batch_size,
         epochs=config.epochs,
-        start_step=step,
+        start_step=start.step,
         log_steps=config.log_steps,
-        file=MetricsFile(path / "metrics.jsonl", step=step, rank=world.rank),
+        file=file,
+        terminal=terminal,
+        state=state.get("meter"),
+    )
+    health = Health(engine, max_skipped=config.max_skipped_steps, state=state.get("health"))
+    saver = Saver(
+        path / "checkpoints",
+        engine,
+        keep=config.keep_checkpoints,
+        on_error=config.on_save_error,
+        saved_step=start.step if saved else None,
         terminal=terminal,
     )
 
-    def measure() -> loop.Evaluation | None:
+    def state_at(position: Position) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(position),
+            **same,
+            "preprocess": setup.preprocess.as_dict(),
+            "engine": engine.counters(),
+            "meter": meter.state(),
+            "health": health.state(),
+        }
+
+    control = Control(
+        engine,
+        start=start,
+        limits=Limits(
+            save_minutes=config.save_minutes,
+            max_steps=config.max_steps,
+            grace_seconds=config.grace_seconds,
+            bad_images=bad_image_limit,
+        ),
+        meter=meter,
+        health=health,
+        saver=saver,
+        state=state_at,
+        # In RAM, every rank knows them all and they were counted before.
+        count_bad_images=lambda: 0 if images.in_ram else len(loader.bad),
+        too_many_bad_images=lambda: keep_bad_images(loader.bad),
+        divergence_file=path / DIVERGENCE,
+        stop=stop,
+        watch=watch,
+        stop_text=lambda reason: reason_text(reason, stop_file=config.stop_file, max_hours=config.max_hours),
+        terminal=terminal,
+    )
+    result: loop.Evaluation | None = None
+
+    def evaluate(position: Position) -> None:
+        """Measure after an epoch, where that is due and was not done before the run stopped."""
+        nonlocal result
+        result, final = None, position.epoch == config.epochs
+        keep_bad_images(loader.bad)
+        done = world.on_rank_zero(lambda: file.was_evaluated(position.step))
+        if not final and (done or position.epoch % config.eval_epochs != 0):
+            return
+        begun = time.perf_counter()
         engine.eval()
         with engine.ema_weights():
-            return loop.evaluate(
+            result = loop.evaluate(
                 engine.forward,
                 world=world,
                 batches=validation,
                 split=setup.folder.val,
                 preprocess=setup.preprocess,
                 classes=setup.folder.classes,
+                between=lambda: control.evaluating(position),
             )
-
-    result: loop.Evaluation | None = None
-
-    def end_of_epoch(epoch: int, step: int) -> None:
-        nonlocal result
-        result = None
-        engine.pool_batchnorm()
-        if epoch % config.eval_epochs == 0 or epoch == config.epochs:
-            result = measure()
-            if result is not None:
-                meter.evaluated(result.report, epoch=epoch, step=step)
-                terminal.say(f"epoch {epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
-        keep_bad_images(loader.bad)
-        state = {"step": step, "epoch": epoch, "engine": engine.counters(), **same}
-        state["preprocess"] = setup.preprocess.as_dict()
-        save_checkpoint(path / "checkpoints", engine, state)
+        if result is not None:
+            if not done:
+                meter.evaluated(result.report, epoch=position.epoch, step=position.step)
+            terminal.say(f"epoch {position.epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
+        meter.pause(time.perf_counter() - begun)
 
     loop.fit(
         engine,
@@ -247,19 +403,16 @@ def _train(config: TrainConfig, raw: dict[str, Any], *, ds_source: str, batch_si
         seed=config.seed,
         mixup=config.mixup,
         cutmix=config.cutmix,
-        start_epoch=start_epoch,
+        start=start,
         epochs=config.epochs,
-        bad_image_limit=bad_image_limit,
         meter=meter,
-        too_many_bad_images=lambda: keep_bad_images(loader.bad),
-        end_of_epoch=end_of_epoch,
+        control=control,
+        evaluate=evaluate,
     )
-    if start_epoch == config.epochs:  # the run stopped between its last checkpoint and its end
-        result = measure()
     with engine.ema_weights():
         weights = engine.full_state()
     loader.close()
-    world.on_rank_zero(lambda: _finish(run, config, setup, weights, result, engine))
+    world.on_rank_zero(lambda: _finish(run, config, setup, weights, result, engine, saver))
     return Run.open(path)
 
 
@@ -270,6 +423,7 @@ def _finish(
     weights: dict[str, Tensor],
     result: loop.Evaluation | None,
     engine: Engine,
+    saver: Saver,
 ) -> None:
     """Write the run's last files and its manifest, and show the result."""
     assert result is not None
@@ -294,6 +448,8 @@ def _finish(
     rows = loop.result_rows(report)
     if engine.skipped_steps:
         rows.append(("skipped steps", f"{engine.skipped_steps}, where the gradient was not finite"))
+    if saver.saves:
+        rows.append(("checkpoints", f"{saver.saves} saved; they held training up for {saver.paused:.1f} s in all"))
     rows += [
         ("run", str(run.path)),
         ("next", f"dsimg evaluate --source {run.path} --data {data_path(config)}"),

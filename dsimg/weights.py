@@ -1,6 +1,7 @@
 """Weights: load what fits into a network from wherever they come, restore them exactly, save and read them."""
 
 import argparse
+import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 from dsimg.errors import ModelError
 from dsimg.models import build_timm, first_line, head_names, looks_like_file, published_weights
-from dsimg.run import Run
+from dsimg.run import Run, sync_folder
 
 # Where checkpoints keep their state dict, best first: torchvision's references, timm, Lightning, DeepSpeed.
 WRAPPERS = ("model_ema", "state_dict_ema", "state_dict", "model_state_dict", "model", "module")
@@ -134,14 +135,11 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself
-    finally:
-        os.close(folder)
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

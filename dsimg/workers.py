@@ -1,11 +1,13 @@
 """Processes, or a thread, that prepare batches ahead of their use."""
 
 import atexit
+import math
 import os
 import queue
 import shutil
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 from dsimg.cache import gigabytes
 from dsimg.errors import DeviceError, DsimgError
 
+_SAME_EVENT_S = 2.0
 _IN_FLIGHT = 2  # batches that each worker, or the thread, prepares ahead
 
 
@@ -100,10 +103,21 @@ def _as_it_is(item: Any) -> Any:
 def _start_worker(_: int) -> None:
     """Leave stopping to the main process, which the same signals reach: it must finish its step first.
 
-    Ctrl-C and a launcher's SIGTERM go to whole process groups or trees. A second SIGTERM ends a worker.
+    Ctrl-C and a launcher's SIGTERM go to whole process groups or trees, a SIGTERM often twice at once. One that comes
+    later ends a worker.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    first = math.inf
+
+    def end_if_again(*_: object) -> None:
+        nonlocal first
+        now = time.monotonic()
+        if now > first + _SAME_EVENT_S:
+            os._exit(128 + signal.SIGTERM)
+        first = min(first, now)
+
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end_if_again)
 
 
 def _check_shared_memory(workers: int, batch_bytes: int) -> None:

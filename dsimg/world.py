@@ -18,7 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 
 import deepspeed
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_SECONDS = 1800.0  # torch's own default for gloo
 
 T = TypeVar("T")
 
@@ -81,9 +81,16 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def maximum(self, values: Tensor) -> Tensor:
+        """Return the maximum over ranks of a tensor on `device` (in place)."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
-def start_world() -> World:
-    """Join the process group of the launcher, or make one of a single rank.
+
+def start_world(*, collective_seconds: float = COLLECTIVE_SECONDS) -> World:
+    """Join the process group of the launcher, or make one of a single rank. A collective waits for the slowest rank
+    for at most `collective_seconds`, or half an hour if that is longer.
 
     Raises DeviceError when more ranks than GPUs are asked for on this machine.
     """
@@ -112,7 +119,8 @@ def start_world() -> World:
     if not dist.is_initialized():
         _forbid_shared_memory_operator()
         try:
-            deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=COLLECTIVE_TIMEOUT, verbose=False)
+            timeout = timedelta(seconds=max(collective_seconds, COLLECTIVE_SECONDS))
+            deepspeed.init_distributed("nccl" if cuda else "gloo", timeout=timeout, verbose=False)
         except dist.DistNetworkError as error:
             raise DeviceError(
                 f"the ranks cannot meet at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {_reason(error)}. "

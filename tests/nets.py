@@ -1,5 +1,7 @@
 """Networks for tests: a user's own, small enough to train in a moment."""
 
+import os
+
 import torch
 from torch import Tensor, nn
 
@@ -107,3 +109,42 @@ class Aliased(nn.Module):
 
 
 aliased = Aliased
+
+
+class Lost(nn.Module):
+    """A network whose last layer gives infinity on rank 1, or on a single rank, from its fourth training forward on."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = Tiny(num_classes=num_classes, norm=True)
+        self.forwards = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
+        self.forwards += self.training and images.device.type != "meta"
+        logits: Tensor = self.body(images)
+        here = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+        return logits * float("inf") if self.training and here and self.forwards >= 4 else logits
+
+
+class Drifting(nn.Module):
+    """A network that changes a weight of its own on rank 1 in its third training forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = Tiny(num_classes=num_classes, norm=False)
+        self.forwards = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
+        self.forwards += self.training and images.device.type != "meta"
+        if self.training and self.forwards == 3 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                self.body[3].weight.view(-1)[5] += 1e-6
+        logits: Tensor = self.body(images)
+        return logits
+
+
+def wide(num_classes: int) -> nn.Module:
+    """A network of 23 thousand parameters, whose checkpoints with Adam's moments take some room."""
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(192, 120), nn.ReLU(), nn.Linear(120, num_classes))

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from dsimg import models
-from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from dsimg.checkpoint import load_checkpoint
 from dsimg.engine import Engine
 from dsimg.optimizers import OptimizerSpec
+from dsimg.shards import read_state
 from dsimg.world import World, start_world
 from tests import nets
+from tests.dsimg.train_cases import save_now
 
 STAGES = (0, 1, 2, 3)
 
@@ -88,15 +90,14 @@ def main() -> None:
         engine = make_engine(world, saved, norm=True, ema=0.9)
         take_steps(engine, world, 0, 3)
         engine.pool_batchnorm()
-        path = folder / f"{name}_{saved}"
-        save_checkpoint(path, engine, {"step": 3, "epoch": 1, "engine": engine.counters()})
+        path = save_now(folder / f"{name}_{saved}", engine, step=3)
         expected = take_steps(engine, world, 3, 6)
         with engine.ema_weights():
             expected_average = engine.full_state()
         for loaded in STAGES:
             other = make_engine(world, loaded, seed=99, norm=True, ema=0.9)
-            load_checkpoint(checkpoints(path)[-1], other)
-            state = read_state(checkpoints(path)[-1])
+            state = read_state(path)
+            load_checkpoint(path, state, other)
             other.load_counters(state["engine"])
             got = take_steps(other, world, 3, 6)
             with other.ema_weights():

@@ -1,46 +1,186 @@
-"""Checkpoints on one rank; test_engine.py takes them across worlds and ZeRO stages."""
+"""Saving an engine and loading it again, in one process; on several ranks and stages it is test_engine.py's."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from dsimg.checkpoint import checkpoints, load_checkpoint, read_state, save_checkpoint
+from dsimg import checkpoint, models
+from dsimg.checkpoint import Saver, choose_checkpoint, load_checkpoint, set_aside_newer
+from dsimg.console import Terminal
+from dsimg.engine import Engine
 from dsimg.errors import RunError
-from tests.dsimg.test_engine import make_engine, one_step
+from dsimg.optimizers import OptimizerSpec
+from dsimg.shards import checkpoints, read_model, read_state
+from dsimg.world import start_world
+from tests import nets
+from tests.dsimg.rank_program import make_engine, take_steps
+from tests.dsimg.train_cases import save_now
 
 
-def test_a_checkpoint_appears_whole_and_the_older_one_goes(tmp_path: Path) -> None:
-    engine = make_engine(1, optimizer="adamw")
-    one_step(engine)
-    (tmp_path / ".step_00000009.tmp").mkdir()  # what a kill left
-    save_checkpoint(tmp_path, engine, {"step": 1, "engine": engine.counters()})
-    expected = engine.full_state()
-    one_step(engine, seed=1)
-    save_checkpoint(tmp_path, engine, {"step": 2, "engine": engine.counters()})
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
+def saver_of(folder: Path, engine: Engine, **options: Any) -> Saver:
+    settings: dict[str, Any] = {"keep": 2, "on_error": "stop", "saved_step": None, "terminal": Terminal()}
+    return Saver(folder, engine, **{**settings, **options})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """What is written is what the weights were when the save began."""
+    world = start_world()
+    engine = make_engine(world, stage, norm=True, ema=0.9)
+    take_steps(engine, world, 0, 2)
+    go = threading.Event()
+    write = checkpoint.write_shard
+
+    def slow_write(*arguments: Any) -> dict[str, Any]:
+        go.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr("dsimg.checkpoint.write_shard", slow_write)
+    saver = saver_of(tmp_path, engine)
+    saver.begin({"step": 2, "engine": engine.counters()})
+    assert saver.busy
+    assert not saver.written
+    expected = take_steps(engine, world, 2, 4)
+    assert checkpoints(tmp_path) == []
+    go.set()
+    saver.finish()
     (path,) = checkpoints(tmp_path)
-    assert {file.name for file in path.iterdir()} == {"state.json", "shard_0.safetensors"}
-    assert read_state(path)["step"] == 2
-    other = make_engine(3, optimizer="adamw")
-    load_checkpoint(path, other)
-    state = other.full_state()
-    assert all(torch.equal(state[name], tensor) for name, tensor in engine.full_state().items())
-    assert not all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    state = read_state(path)
+    other = make_engine(world, stage, seed=9, norm=True, ema=0.9)
+    load_checkpoint(path, state, other)
+    other.load_counters(state["engine"])
+    assert take_steps(other, world, 2, 4) == expected
+    assert (saver.saves, saver.saved_step) == (1, 2)
 
 
-def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path) -> None:
-    engine = make_engine(0)
-    one_step(engine)
-    path = save_checkpoint(tmp_path, engine, {"step": 1, "engine": engine.counters()})
-    with pytest.raises(RunError, match=r"has 0 of \d+ values of ema"):
-        load_checkpoint(path, make_engine(0, ema=0.9))
+def test_the_newest_stay_and_the_same_step_is_not_saved_twice(tmp_path: Path) -> None:
+    engine = make_engine(start_world(), 0)
+    saver = saver_of(tmp_path, engine, keep=2)
+    for step in (1, 2, 3, 3):
+        saver.begin({"step": step})
+        saver.finish()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000003", "step_00000002"]
+    assert (tmp_path / "latest").read_text() == "step_00000003\n"
+    assert saver.saves == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000003", "step_00000002", "latest"}
 
 
-def test_a_torn_state_is_named(tmp_path: Path) -> None:
-    engine = make_engine(0)
-    one_step(engine)
-    path = save_checkpoint(tmp_path, engine, {"step": 1, "engine": engine.counters()})
-    (path / "state.json").write_text("{")
-    with pytest.raises(RunError, match="is damaged"):
-        read_state(path)
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_refuses_is_one_line_and_the_older_checkpoint_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], on_error: str
+) -> None:
+    engine = make_engine(start_world(), 0)
+    saver = saver_of(tmp_path, engine, on_error=on_error)
+    saver.begin({"step": 1})
+    saver.finish()
+
+    def full(*arguments: Any) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dsimg.checkpoint.write_shard", full)
+        saver.begin({"step": 2})
+        words = "cannot save the checkpoint of step 2: rank 0: No space left on device. That of step 1 stays;"
+        if on_error == "stop":
+            with pytest.raises(RunError, match=words):
+                saver.finish()
+        else:
+            saver.finish()
+            assert words in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", "latest"}
+    saver.begin({"step": 3})
+    saver.finish()
+    assert saver.saved_step == 3
+
+
+def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step_00000007.abcd.tmp").mkdir()
+    (tmp_path / ".step_00000007.abcd.tmp" / "shard_0.safetensors").write_bytes(b"half")
+    (tmp_path / ".latest.12.tmp").write_bytes(b"")
+    saver_of(tmp_path, make_engine(start_world(), 0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_that_is_whole_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world = start_world()
+    assert choose_checkpoint(tmp_path, world, Terminal()) is None
+    engine = make_engine(world, 0)
+    saver = saver_of(tmp_path, engine, keep=3)
+    for step in (1, 2, 3):
+        saver.begin({"step": step})
+        saver.finish()
+    newest, middle, oldest = checkpoints(tmp_path)
+    (newest / "shard_0.safetensors").unlink()
+    shard = middle / "shard_0.safetensors"
+    flipped = bytearray(shard.read_bytes())
+    flipped[-1] ^= 1
+    shard.write_bytes(flipped)
+    chosen = choose_checkpoint(tmp_path, world, Terminal())
+    assert chosen is not None
+    assert chosen[0] == oldest
+    assert chosen[1]["step"] == 1
+    shown = capsys.readouterr().out
+    assert f"{newest / 'shard_0.safetensors'}: No such file or directory; trying an older checkpoint" in shown
+    assert f"{shard} is not the file that was saved: its hash differs" in shown
+    set_aside_newer(oldest)
+    assert checkpoints(tmp_path) == [oldest]
+    saver.begin({"step": 4})
+    saver.finish()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000004", "step_00000001", "latest"}
+    for path in checkpoints(tmp_path):
+        (path / "state.json").write_text("{")
+    with pytest.raises(RunError, match=r"no checkpoint in .* is whole: .*step_00000004/state.json is damaged"):
+        choose_checkpoint(tmp_path, world, Terminal())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_weights_are_in_a_checkpoint(tmp_path: Path, stage: int) -> None:
+    """They may have come from --weights, which a resumed run does not read again."""
+    world = start_world()
+
+    def engine_of(seed: int) -> Engine:
+        torch.manual_seed(seed)
+        model = nets.Tiny(num_classes=3, norm=False)
+        model[0].requires_grad_(False)
+        config = {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage},
+        }
+        groups = models.parameter_groups(model, 0.0)
+        return Engine(model, config=config, groups=groups, optimizer=OptimizerSpec(name="adamw"), lr=0.1, world=world)
+
+    engine = engine_of(0)
+    expected = engine.full_state()
+    path = save_now(tmp_path, engine, step=1)
+    other = engine_of(1)
+    assert not torch.equal(other.full_state()["0.weight"], expected["0.weight"])
+    load_checkpoint(path, read_state(path), other)
+    assert all(torch.equal(value, expected[name]) for name, value in other.full_state().items())
+
+
+def test_plain_pytorch_reads_a_checkpoint(tmp_path: Path) -> None:
+    world = start_world()
+    engine = make_engine(world, 3, norm=True, ema=0.5)
+    take_steps(engine, world, 0, 3)
+    path = save_now(tmp_path, engine, step=3)
+    model: nn.Module = nets.Tiny(num_classes=3, norm=True)
+    model.load_state_dict(read_model(path))
+    with engine.ema_weights():
+        expected = engine.full_state()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    world = start_world()
+    engine = make_engine(world, 0)
+    take_steps(engine, world, 0, 1)
+    path = save_now(tmp_path, engine, step=1)
+    with pytest.raises(RunError, match=r"has 0 of 216 values of ema 0.weight"):
+        load_checkpoint(path, read_state(path), make_engine(world, 0, ema=0.9))

@@ -98,10 +98,11 @@ def test_an_unknown_flag_is_an_error_with_the_near_name() -> None:
 
 
 def test_a_killed_decoding_worker_is_the_users_to_mend_and_a_bug_is_a_bug() -> None:
-    code, text = cli._unexpected(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), None)
+    here = cli.context()
+    code, text = cli._unexpected(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), here)
     assert (code, text.splitlines()[-1][:6]) == (2, "error:")
     assert "--workers" in text
-    code, text = cli._unexpected(RuntimeError("shape mismatch"), None)
+    code, text = cli._unexpected(RuntimeError("shape mismatch"), here)
     assert code == 1
     assert "RuntimeError: shape mismatch" in text
     assert "please report it" in text

@@ -18,6 +18,8 @@ FREE = [
     "digits",
     "schedule",
     "memory",
+    "stop",
+    "doctor",
     "__main__",
 ]
 

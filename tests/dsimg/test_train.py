@@ -38,6 +38,9 @@ def test_a_run_holds_what_it_should(small_folder: Path, tmp_path: Path, capsys: 
         "weights.safetensors",
         "evaluation.json",
         "predictions.csv",
+        "checkpoints/latest",
+        "checkpoints/step_00000002/state.json",
+        "checkpoints/step_00000002/shard_0.safetensors",
         "checkpoints/step_00000004/state.json",
         "checkpoints/step_00000004/shard_0.safetensors",
     }

@@ -1,0 +1,221 @@
+"""What happens between optimizer steps: the ranks agree, the run is recorded, checked, saved and, on request, ended.
+
+After each step one small all-reduce tells every rank what any of them knows: the loss, images that cannot be decoded,
+who was asked to stop, whether it is time to save, and whether the last save is on the disk.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsimg.checkpoint import Saver
+from dsimg.console import Terminal
+from dsimg.engine import Engine, StepInfo
+from dsimg.errors import StopRequested
+from dsimg.health import DRIFT_STEPS, Health
+from dsimg.meter import Meter
+from dsimg.stop import REASONS, StopWatch
+from dsimg.watch import EVALUATING, RankWatch
+
+SAVING = "saving"  # how long that takes depends on the disk: it is no hang
+
+# What this start of the run was asked to do ends as a request from outside does.
+ASKED = (*REASONS, "max_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run is: `epoch` epochs are done, and `epoch_step` optimizer steps of the next; `step` in all."""
+
+    epoch: int = 0
+    epoch_step: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When this start of a run saves and ends."""
+
+    save_minutes: float
+    max_steps: int | None
+    grace_seconds: float
+    bad_images: int
+
+
+class Control:
+    """Takes care of the run at each step boundary. All ranks call the same methods at the same steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        start: Position,
+        limits: Limits,
+        meter: Meter,
+        health: Health,
+        saver: Saver,
+        state: Callable[[Position], dict[str, Any]],
+        count_bad_images: Callable[[], int],
+        too_many_bad_images: Callable[[], None],
+        divergence_file: Path,
+        stop: StopWatch,
+        watch: RankWatch | None,
+        stop_text: Callable[[str], str],
+        terminal: Terminal,
+    ) -> None:
+        """`state` returns what a checkpoint of a position holds, as JSON. `too_many_bad_images` counts those of all
+        ranks exactly and raises when they are too many; it is called as soon as they may be."""
+        self._engine, self._start, self._limits = engine, start, limits
+        self._meter, self._health, self._saver, self._state = meter, health, saver, state
+        self._count_bad_images, self._too_many_bad_images = count_bad_images, too_many_bad_images
+        self._divergence_file = divergence_file
+        self._stop, self._watch, self._stop_text, self._terminal = stop, watch, stop_text, terminal
+        self._asked: str | None = None
+        self._last = start
+        self._saved_at = time.monotonic()
+        self._told_cost = False
+        self._step_seconds, self._step_begun = 0.0, time.perf_counter()
+
+    def begin(self) -> None:
+        """Training starts: from now on there is something to save before leaving."""
+        self._stop.nothing_to_save = False
+        self._step_begun = time.perf_counter()
+
+    def at(self, position: Position, doing: str) -> None:
+        """Tell the other ranks' watches where this one is."""
+        if self._watch is not None:
+            self._watch.at(position.step, doing)
+
+    def after_step(
+        self,
+        position: Position,
+        info: StepInfo,
+        loss: Tensor,
+        *,
+        last: bool,
+        again: Callable[[], tuple[float, list[str]]],
+    ) -> None:
+        """Record the optimizer step that led to `position`, with this rank's summed `loss`; save and stop when asked.
+
+        At the `last` step of an epoch that is left to `end_of_epoch`. `again` repeats the step's backward pass and
+        returns its loss, for a diagnosis. Raises StopRequested, and what ends a run that is not healthy.
+        """
+        summed, bad_images, save_due, written, self._asked = self._agree(position, loss)
+        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (steps.StepPlan).
+        mean = summed / (self._engine.world.size * self._engine.accumulation)
+        spike = self._health.spike(mean)
+        self._meter.step(info, mean, epoch=position.epoch, step=position.step, spike=spike)
+        if bad_images > self._limits.bad_images:
+            self._too_many_bad_images()
+        if self._health.skipped_too_often(info):
+            self._saver.finish()
+            raise self._health.divergence(
+                position.step, again, self._divergence_file, kept=f"{self._kept_text()} stays."
+            )
+        if written:
+            self.at(position, SAVING)
+            self._finish_save(position)
+        if position.step % DRIFT_STEPS == 0:
+            self._health.check_drift(position.step)
+        now = time.perf_counter()
+        self._step_seconds = max(self._step_seconds, now - self._step_begun)
+        if not last:
+            if save_due or self._asked:
+                self.at(position, SAVING)
+                self._save(position)
+            if self._asked:
+                self._leave(position)
+        self._step_begun = time.perf_counter()
+
+    def end_of_epoch(self, position: Position) -> None:
+        """Save at an epoch's end, whose `position` has `epoch_step` 0; stop when asked."""
+        self.at(position, SAVING)
+        self._engine.pool_batchnorm()
+        self._save(position)
+        self._last = position
+        if self._asked:
+            self._leave(position)
+
+    def evaluating(self, position: Position) -> None:
+        """Between two batches of an evaluation: stop when any rank was asked to. Raises StopRequested."""
+        self.at(position, EVALUATING)
+        if not self._stop.nothing_to_save:
+            self._asked = self._agree(position, torch.zeros((), device=self._engine.world.device))[-1]
+            if self._asked:
+                self._leave(position)
+
+    def end(self) -> None:
+        """The last epoch is done: have its checkpoint on the disk before the run's files are written."""
+        self.at(self._last, SAVING)
+        self._finish_save(self._last)
+
+    def _agree(self, position: Position, loss: Tensor) -> tuple[float, int, bool, bool, str | None]:
+        """Exchange what this rank knows; return the summed loss, undecodable images, and whether to save, to finish
+        the save that is under way, and why to stop."""
+        world, saver, reason = self._engine.world, self._saver, self._stop.reason
+        flags = [float(asked == reason) for asked in ASKED]
+        if self._limits.max_steps is not None and position.step - self._start.step >= self._limits.max_steps:
+            flags[-1] = 1.0
+        due = time.monotonic() - self._saved_at >= 60 * self._limits.save_minutes
+        first = saver.saved_step is None and not saver.saves  # early, to know that the disk takes it, and how long
+        save = world.rank == 0 and (due or first) and not saver.busy
+        known = [float(self._count_bad_images()), float(save), float(saver.written), *flags]
+        mine = torch.cat([loss.detach().double().reshape(1), torch.tensor(known, dtype=torch.float64).to(loss.device)])
+        summed, bad_images, save_due, written, *asked = world.sum(mine).tolist()
+        why = next((name for name, flag in zip(ASKED, asked, strict=True) if flag), None)
+        return summed, round(bad_images), save_due > 0, written == world.size, why
+
+    def _save(self, position: Position) -> None:
+        """Start to save, after the weights that should be equal on all ranks were compared."""
+        begun = time.perf_counter()
+        self._finish_save(position)
+        self._health.check_drift(position.step)
+        self._saver.begin(self._state(position))
+        self._saved_at = time.monotonic()
+        self._meter.pause(time.perf_counter() - begun)
+
+    def _finish_save(self, position: Position) -> None:
+        if not self._saver.busy:
+            return
+        begun, saves = time.perf_counter(), self._saver.saves
+        self._saver.finish()
+        self._meter.pause(time.perf_counter() - begun)
+        if self._saver.saves == saves:
+            return
+        self._meter.saved(self._saver, epoch=position.epoch, step=position.step)
+        if not self._told_cost:
+            self._told_cost = True
+            self._tell_cost()
+
+    def _tell_cost(self) -> None:
+        """Hold what a save takes against the time that launchers give between asking to stop and killing."""
+        saver, grace = self._saver, self._limits.grace_seconds
+        self._terminal.say(
+            f"checkpoint  {saver.cost_text()}; it held training up for {saver.paused:.2f} s  (grace {grace:g} s)"
+        )
+        needed = self._step_seconds + saver.write_seconds
+        if needed > grace:
+            self._terminal.warn(
+                f"a step and a save take {needed:.0f} s together, more than the {grace:g} s of --grace_seconds that a "
+                "launcher may give after asking to stop: what came after the last checkpoint would be lost. Ask "
+                "earlier (--max_hours, --stop_file), or save more often (--save_minutes)."
+            )
+
+    def _kept_text(self) -> str:
+        step = self._saver.saved_step
+        return "No checkpoint" if step is None else f"The checkpoint of step {step}"
+
+    def _leave(self, position: Position) -> None:
+        assert self._asked is not None
+        self._finish_save(position)
+        saved = self._saver.saved_step
+        where = f"saved at step {saved}" if saved is not None else "nothing was saved"
+        if saved is not None and saved != position.step:
+            where = f"the last checkpoint is that of step {saved}"
+        why = f"--max_steps {self._limits.max_steps}" if self._asked == "max_steps" else self._stop_text(self._asked)
+        raise StopRequested(f"stopped by {why} after step {position.step}; {where}. The same command goes on from it.")
