@@ -16,6 +16,7 @@ import torch
 
 from dsimg import cli, losses, models
 from dsimg.__main__ import STAGES
+from dsimg.doctor import doctor
 from dsimg.errors import RunError
 from dsimg.evaluate import evaluate
 from dsimg.run import Run
@@ -24,8 +25,8 @@ from dsimg.weights import save_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/data.md", "docs/training.md"]
-PAGES += ["docs/log.md", "examples/README.md", "ds_configs/README.md"]
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {"train": train, "evaluate": evaluate}
+PAGES += ["docs/safety.md", "docs/log.md", "examples/README.md", "ds_configs/README.md"]
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {"train": train, "evaluate": evaluate, "doctor": doctor}
 
 
 def run_python(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
@@ -46,7 +47,7 @@ def commands() -> list[str]:
                 found.append(line.strip())
             else:
                 found += re.findall(r"`([^`]+ [^`]+)`", line)
-    starts = ("dsimg --", "dsimg train", "dsimg evaluate", "python -m dsimg", "deepspeed", "torchrun")
+    starts = ("dsimg --", "dsimg train", "dsimg evaluate", "dsimg doctor", "python -m dsimg", "deepspeed", "torchrun")
     return [command for command in dict.fromkeys(found) if command.startswith(starts) and "..." not in command]
 
 
