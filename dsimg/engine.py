@@ -57,6 +57,8 @@ def _input_dtype(engine: Any) -> torch.dtype:
 
 
 SCALE_GROWTH_STEPS = 2000  # GradScaler's own growth_interval
+# What changes in DeepSpeed's own loss scaler as training goes on.
+FP16_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -233,11 +235,13 @@ class Engine:
         """Return what else a checkpoint needs, as JSON: loss scale, EMA's steps, the JSON's scheduler."""
         scheduler = self._engine.lr_scheduler
         state = scheduler.state_dict() if scheduler is not None else {}
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         return {
             "skipped_steps": self.skipped_steps,
             "ema_steps": self.ema_steps,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
             "steps_at_scale": self._steps_at_scale,
+            "fp16_scaler": {key: getattr(scaler, key) for key in FP16_SCALER if hasattr(scaler, key)},
             "scheduler": {key: value for key, value in state.items() if _is_plain(value)},
         }
 
@@ -247,6 +251,10 @@ class Engine:
         self._steps_at_scale = state["steps_at_scale"]
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        for key, value in state["fp16_scaler"].items():
+            if hasattr(scaler, key):
+                setattr(scaler, key, value)
         scheduler = self._engine.lr_scheduler
         if scheduler is None:
             return

@@ -18,6 +18,8 @@ from dsimg.shards import checkpoints, read_model, read_state
 from dsimg.world import start_world
 from tests import nets
 from tests.dsimg.rank_program import make_engine, take_steps
+from tests.dsimg.test_engine import PRECISIONS, STAGES, one_step
+from tests.dsimg.test_engine import make_engine as engine_of_precision
 from tests.dsimg.train_cases import save_now
 
 
@@ -184,3 +186,30 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     path = save_now(tmp_path, engine, step=1)
     with pytest.raises(RunError, match=r"has 0 of 216 values of ema 0.weight"):
         load_checkpoint(path, read_state(path), make_engine(world, 0, ema=0.9))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_precision_goes_on_to_the_bit(tmp_path: Path, stage: int, precision: str) -> None:
+    engine = engine_of_precision(stage, precision, clip=0.5, optimizer="adamw", ema=0.9)
+    one_step(engine, seed=0)
+    one_step(engine, seed=1, poison=True)
+    path = save_now(tmp_path, engine, step=2)
+    infos = [one_step(engine, seed=seed) for seed in (2, 3)]
+    other = engine_of_precision(stage, precision, clip=0.5, optimizer="adamw", ema=0.9)
+    state = read_state(path)
+    load_checkpoint(path, state, other)
+    other.load_counters(state["engine"])
+    assert [one_step(other, seed=seed) for seed in (2, 3)] == infos
+    assert all(torch.equal(value, engine.full_state()[name]) for name, value in other.full_state().items())
+    assert all(torch.equal(a, b) for a, b in zip(engine.ema, other.ema, strict=True))
+
+
+def test_deepspeeds_own_loss_scaler_goes_on(tmp_path: Path) -> None:
+    """Its fp16 runs on GPUs only; in bf16 the same attribute is there, and stays at 1."""
+    engine = engine_of_precision(2, "bf16")
+    state = engine.counters()
+    assert state["fp16_scaler"] == {"cur_scale": 1.0}
+    state["fp16_scaler"] = {"cur_scale": 4.0, "last_overflow_iter": 7}
+    engine.load_counters(state)
+    assert engine.counters()["fp16_scaler"] == {"cur_scale": 4.0}
