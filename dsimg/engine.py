@@ -367,9 +367,9 @@ class Engine:
             for index, master in enumerate(optimizer.fp32_partitioned_groups_flat):
                 optimizer.fp16_partitioned_groups_flat[index].data.copy_(master.data)
                 optimizer._unflatten_partitioned_parameters(index)
+            optimizer.empty_partition_cache()  # what a forward pass has left gathered has the values of before
             persistent = optimizer.persistent_parameters
             if persistent:
-                persistent[0].partition(persistent)
                 persistent[0].all_gather(persistent)
         elif self.zero_stage in (1, 2):
             optimizer.update_lp_params()

@@ -68,7 +68,7 @@ def take_steps(engine: Engine, world: World, first: int, last: int) -> list[floa
 def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     world = start_world()
-    result: dict[str, Any] = {"losses": {}, "restored": {}}
+    result: dict[str, Any] = {"losses": {}, "evaluated": {}, "restored": {}}
     for stage in STAGES:
         result["losses"][str(stage)] = take_steps(make_engine(world, stage), world, 0, 6)
 
@@ -84,6 +84,21 @@ def main() -> None:
     engine.pool_batchnorm()
     result["expected_mean"], result["expected_var"] = mean.tolist(), (second - mean.square()).tolist()
     result["pooled_mean"], result["pooled_var"] = layer.running_mean.tolist(), layer.running_var.tolist()
+
+    # An evaluation with the averaged weights leaves no trace of them. (ZeRO-3 kept parameters gathered across it.)
+    for stage in STAGES:
+        losses = []
+        for evaluates in (False, True):
+            engine = make_engine(world, stage, norm=True, ema=0.9)
+            take_steps(engine, world, 0, 3)
+            if evaluates:
+                engine.eval()
+                with engine.ema_weights(), torch.no_grad():
+                    for _ in range(3):
+                        engine.forward(torch.zeros(4, 3, 32, 32))
+                engine.train()
+            losses.append(take_steps(engine, world, 3, 6))
+        result["evaluated"][str(stage)] = losses
 
     # A checkpoint of any stage goes on at any other, as if nothing had happened.
     for saved in STAGES:

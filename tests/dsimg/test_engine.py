@@ -226,6 +226,9 @@ def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     for stage in STAGES:
         assert two["losses"][str(stage)] == pytest.approx(one["losses"]["0"], rel=1e-5)
+        for world in (one, two):
+            without, with_evaluation = world["evaluated"][str(stage)]
+            assert with_evaluation == without
     assert two["pooled_mean"] == pytest.approx(two["expected_mean"], rel=1e-5)
     assert two["pooled_var"] == pytest.approx(two["expected_var"], rel=1e-4)
     assert two["restored"] == {f"{a}->{b}": True for a in STAGES for b in STAGES}
