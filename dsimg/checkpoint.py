@@ -4,7 +4,6 @@ Each rank copies what it owns and goes on; a thread writes, syncs, reads back an
 all ranks are done, rank 0 makes the checkpoint visible in one rename.
 """
 
-import secrets
 import shutil
 import threading
 import time
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dsimg.console import Terminal, bytes_text
@@ -26,10 +24,10 @@ from dsimg.shards import (
     Pieces,
     check_shards,
     checkpoints,
-    clear_leftovers,
     commit,
     key_of,
     latest_note,
+    prepare_folder,
     read_state,
     set_aside,
     write_shard,
@@ -54,11 +52,9 @@ class Saver:
         self._folder, self._engine, self._keep, self._on_error = folder, engine, keep, on_error
         self._terminal = terminal
         world = engine.world
-        if world.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(folder)
-        self._token: str = world.on_rank_zero(lambda: secrets.token_hex(4))
-        self._frozen = engine.frozen()
+        self._token: str = world.on_rank_zero(lambda: prepare_folder(folder))
+        frozen = engine.frozen()
+        self._frozen = frozen if world.rank == 0 else {}
         self._thread: threading.Thread | None = None
         self._result: dict[str, Any] | str = ""
         self._state: dict[str, Any] = {}
@@ -91,12 +87,13 @@ class Saver:
             "world": world.size,
             "zero_stage": self._engine.zero_stage,
             "scalars": _scalars(self._engine),
+            "optimizer_counters": self._engine.optimizer_counters(),
             "tensors": self._engine.layout(),
         }
         self._temporary = self._folder / f".step_{state['step']:08d}.{self._token}.tmp"
         tensors = _owned_tensors(self._engine)
-        if world.rank == 0:
-            tensors |= {key_of(WEIGHT, 0, name): value.reshape(-1) for name, value in self._frozen.items()}
+        tensors |= {key_of(WEIGHT, 0, name): value.reshape(-1) for name, value in self._frozen.items()}
+        self._result = "its thread ended"
         self._thread = threading.Thread(target=self._write, args=(tensors, begun), name="dsimg-save", daemon=True)
         self._thread.start()
         self.paused += time.perf_counter() - begun
@@ -106,7 +103,7 @@ class Saver:
             self._temporary.mkdir(exist_ok=True)
             record = write_shard(tensors, self._temporary / f"shard_{self._engine.world.rank}.safetensors")
             self._result = {**record, "seconds": time.perf_counter() - begun}
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # whatever it is, the thread must not end as if it had written
             self._result = _reason(error)
 
     def finish(self) -> None:
@@ -202,6 +199,7 @@ def load_checkpoint(path: Path, state: Mapping[str, Any], engine: Engine) -> Non
     owners, averages = engine.owners(), engine.ema
     position = {id(owner): index for index, owner in enumerate(owners)}
     optimizer_state = engine.optimizer_state()
+    engine.load_optimizer_counters(state["optimizer_counters"])
     with torch.no_grad():
         for owner in owners if optimizer_kinds else ():
             optimizer_state[owner] = {kind: torch.zeros_like(owner) for kind in optimizer_kinds}

@@ -81,6 +81,8 @@ _leaving = threading.Lock()
 def leave(code: int, text: str = "") -> typing.NoReturn:
     """End the process with last words: from the main thread, or from one that finds it stuck. The first one counts."""
     if not _leaving.acquire(blocking=False):
+        if code > 128:  # a second signal
+            os._exit(code)
         threading.Event().wait()
     here = context()
     here.terminal.stop_live()

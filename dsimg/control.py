@@ -4,6 +4,7 @@ After each step one small all-reduce tells every rank what any of them knows: th
 who was asked to stop, whether it is time to save, and whether the last save is on the disk.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from dsimg.checkpoint import Saver
 from dsimg.console import Terminal
 from dsimg.engine import Engine, StepInfo
-from dsimg.errors import StopRequested
+from dsimg.errors import RunError, StopRequested
 from dsimg.health import DRIFT_STEPS, Health
 from dsimg.meter import Meter
 from dsimg.stop import REASONS, StopWatch
@@ -78,11 +79,11 @@ class Control:
         self._asked: str | None = None
         self._last = start
         self._saved_at = time.monotonic()
-        self._told_cost = False
+        self._tried = self._told_cost = self._warned = False
         self._step_seconds, self._step_begun = 0.0, time.perf_counter()
 
-    def begin(self) -> None:
-        """Training starts: from now on there is something to save before leaving."""
+    def begin_epoch(self) -> None:
+        """Training goes on: from now on there is something to save before leaving."""
         self._stop.nothing_to_save = False
         self._step_begun = time.perf_counter()
 
@@ -113,17 +114,18 @@ class Control:
         if bad_images > self._limits.bad_images:
             self._too_many_bad_images()
         if self._health.skipped_too_often(info):
-            self._saver.finish()
+            with contextlib.suppress(RunError):  # a full disk must not hide what happened
+                self._finish_save(position)
             raise self._health.divergence(
                 position.step, again, self._divergence_file, kept=f"{self._kept_text()} stays."
             )
         if written:
-            self.at(position, SAVING)
             self._finish_save(position)
         if position.step % DRIFT_STEPS == 0:
             self._health.check_drift(position.step)
         now = time.perf_counter()
-        self._step_seconds = max(self._step_seconds, now - self._step_begun)
+        if position.step > self._start.step + 1:  # the first one has the warm-up of many things in it
+            self._step_seconds = max(self._step_seconds, now - self._step_begun)
         if not last:
             if save_due or self._asked:
                 self.at(position, SAVING)
@@ -145,7 +147,10 @@ class Control:
         """Between two batches of an evaluation: stop when any rank was asked to. Raises StopRequested."""
         self.at(position, EVALUATING)
         if not self._stop.nothing_to_save:
-            self._asked = self._agree(position, torch.zeros((), device=self._engine.world.device))[-1]
+            nothing = torch.zeros((), device=self._engine.world.device)
+            *_, written, self._asked = self._agree(position, nothing)
+            if written:
+                self._finish_save(position)
             if self._asked:
                 self._leave(position)
 
@@ -162,7 +167,7 @@ class Control:
         if self._limits.max_steps is not None and position.step - self._start.step >= self._limits.max_steps:
             flags[-1] = 1.0
         due = time.monotonic() - self._saved_at >= 60 * self._limits.save_minutes
-        first = saver.saved_step is None and not saver.saves  # early, to know that the disk takes it, and how long
+        first = not self._tried and saver.saved_step is None  # early, to know that the disk takes it, and how long
         save = world.rank == 0 and (due or first) and not saver.busy
         known = [float(self._count_bad_images()), float(save), float(saver.written), *flags]
         mine = torch.cat([loss.detach().double().reshape(1), torch.tensor(known, dtype=torch.float64).to(loss.device)])
@@ -172,34 +177,37 @@ class Control:
 
     def _save(self, position: Position) -> None:
         """Start to save, after the weights that should be equal on all ranks were compared."""
-        begun = time.perf_counter()
         self._finish_save(position)
+        begun = time.perf_counter()
         self._health.check_drift(position.step)
         self._saver.begin(self._state(position))
+        self._tried = True
         self._saved_at = time.monotonic()
         self._meter.pause(time.perf_counter() - begun)
 
     def _finish_save(self, position: Position) -> None:
         if not self._saver.busy:
             return
+        self.at(position, SAVING)
         begun, saves = time.perf_counter(), self._saver.saves
         self._saver.finish()
         self._meter.pause(time.perf_counter() - begun)
         if self._saver.saves == saves:
             return
         self._meter.saved(self._saver, epoch=position.epoch, step=position.step)
-        if not self._told_cost:
-            self._told_cost = True
-            self._tell_cost()
+        self._tell_cost()
 
     def _tell_cost(self) -> None:
         """Hold what a save takes against the time that launchers give between asking to stop and killing."""
         saver, grace = self._saver, self._limits.grace_seconds
-        self._terminal.say(
-            f"checkpoint  {saver.cost_text()}; it held training up for {saver.paused:.2f} s  (grace {grace:g} s)"
-        )
+        if not self._told_cost:
+            self._told_cost = True
+            self._terminal.say(
+                f"checkpoint  {saver.cost_text()}; it held training up for {saver.paused:.2f} s  (grace {grace:g} s)"
+            )
         needed = self._step_seconds + saver.write_seconds
-        if needed > grace:
+        if needed > grace and not self._warned:
+            self._warned = True
             self._terminal.warn(
                 f"a step and a save take {needed:.0f} s together, more than the {grace:g} s of --grace_seconds that a "
                 "launcher may give after asking to stop: what came after the last checkpoint would be lost. Ask "

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine of one model: with `world.py`, the only place that touches deepspeed.
+"""The DeepSpeed engine that trains one model: with `forward.py` and `world.py`, what touches deepspeed.
 
 What the rest of dsimg sees is the same at every ZeRO stage and precision: `forward`, `backward`, `step` with the true
 gradient norm, and the fp32 weights as `Fragment`s, the pieces of each named parameter that this rank's optimizer owns.
@@ -14,47 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsimg.forward import forget_autocast, input_dtype, to_float
 from dsimg.optimizers import OptimizerSpec, build_optimizer
 from dsimg.world import World
 
 # isort: split
 import deepspeed  # after dsimg.world, which tells it the device
-from deepspeed.runtime import torch_autocast
-
-
-def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:
-    """Return the network's forward in evaluation mode: normalised images (N, 3, H, W) -> outputs in fp32.
-
-    With a resolved DeepSpeed JSON the network runs in its precision, sharded over the ranks at ZeRO-3; stages 1 and 2
-    shard nothing that inference has. Without one, every rank holds the whole network in fp32.
-    """
-    model = model.to(world.device).eval()
-    if config is None:
-        return lambda images: _to_float(model(images))
-    zero = dict(config.get("zero_optimization", {}))
-    if int(zero.get("stage", 0)) in (1, 2):
-        zero = {"stage": 0}
-    zero.pop("offload_optimizer", None)
-    settings = {**config, "zero_optimization": zero}
-    _forget_autocast()
-    engine, _, _, _ = deepspeed.initialize(model=model, config=settings, dist_init_required=False)
-    engine.eval()
-    dtype = _input_dtype(engine)
-    return lambda images: _to_float(engine(images.to(dtype)))
-
-
-def _forget_autocast() -> None:
-    """Reset DeepSpeed's autocast flags: they are module globals, and an earlier engine's would leak into the next."""
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    torch_autocast.TORCH_AUTOCAST_DTYPE = None
-
-
-def _input_dtype(engine: Any) -> torch.dtype:
-    """Return what DeepSpeed's engine wants its inputs in: autocast takes fp32, its own 16-bit modes their type."""
-    if engine.bfloat16_enabled():
-        return torch.bfloat16
-    return torch.float16 if engine.fp16_enabled() else torch.float32
-
 
 SCALE_GROWTH_STEPS = 2000  # GradScaler's own growth_interval
 # What changes in DeepSpeed's own loss scaler as training goes on.
@@ -109,7 +74,7 @@ class Engine:
         self.accumulation = int(config["gradient_accumulation_steps"])
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._shapes = {name: tuple(parameter.shape) for parameter, name in self._names.items()}
-        _forget_autocast()
+        forget_autocast()
         settings = dict(config)
         self._clipping = float(config["gradient_clipping"])
         if self.zero_stage == 0 and not any(config.get(block, {}).get("enabled") for block in ("bf16", "fp16")):
@@ -124,7 +89,7 @@ class Engine:
             model=model.to(world.device), config=settings, dist_init_required=False, **arguments
         )
         self.module: nn.Module = self._engine.module
-        self._input_dtype = _input_dtype(self._engine)
+        self._input_dtype = input_dtype(self._engine)
         optimizer_in_use = self._engine.optimizer
         # ZeRO 0 with fp32 weights has no wrapper around the optimizer. Its clipping, too, is done here: DeepSpeed's
         # fails on a step without gradients, and computes the norm a second time.
@@ -136,10 +101,14 @@ class Engine:
             if self._scaler is not None:
                 self._scaler.set_growth_interval(2**31 - 1)
         self._steps_at_scale = 0
+        scaler = self._fp16_scaler()
+        if scaler is not None:
+            scaler.raise_error_at_min_scale = False  # `Health` ends such a run, and says where it went wrong
         self._ema_decay = ema_decay
         self.ema_steps = 0
         self._ema: list[Tensor] = [owner.detach().clone() for owner in self.owners()] if ema_decay else []
         self._ema_buffers = [buffer.detach().clone() for buffer in self._float_buffers()] if ema_decay else []
+        self._good_buffers: list[Tensor] = []  # as they were after the last step that was taken
         self.skipped_steps = 0
 
     # --- training
@@ -147,6 +116,7 @@ class Engine:
     def train(self) -> None:
         """Set the network to training mode."""
         self._engine.train()
+        self._good_buffers = [buffer.detach().clone() for buffer in self._float_buffers()]
 
     def eval(self) -> None:
         """Set the network to evaluation mode."""
@@ -154,7 +124,7 @@ class Engine:
 
     def forward(self, images: Tensor) -> Any:
         """Run the network on normalised float images (N, 3, H, W) on the device; its outputs come back in fp32."""
-        return _to_float(self._engine(images.to(self._input_dtype)))
+        return to_float(self._engine(images.to(self._input_dtype)))
 
     def backward(self, loss: Tensor, *, boundary: bool) -> None:
         """Accumulate the gradients of `loss` / accumulation. `boundary` marks a step's last micro-batch.
@@ -180,6 +150,10 @@ class Engine:
         else:
             norm, skipped = self._wrapped_step(scale)
         self.skipped_steps += skipped
+        # A forward pass that is not finite leaves BatchNorm's running statistics so, for good.
+        if self._good_buffers:
+            pair = (self._float_buffers(), self._good_buffers)
+            torch._foreach_copy_(*(pair if skipped else reversed(pair)))
         if self._ema and not skipped:
             self._average()
         loss_scale = scale if self._scaler is not None else None
@@ -235,25 +209,27 @@ class Engine:
         """Return what else a checkpoint needs, as JSON: loss scale, EMA's steps, the JSON's scheduler."""
         scheduler = self._engine.lr_scheduler
         state = scheduler.state_dict() if scheduler is not None else {}
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scaler = self._fp16_scaler()
         return {
             "skipped_steps": self.skipped_steps,
             "ema_steps": self.ema_steps,
-            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
-            "steps_at_scale": self._steps_at_scale,
-            "fp16_scaler": {key: getattr(scaler, key) for key in FP16_SCALER if hasattr(scaler, key)},
+            "scaler": self._scaler_state(),
+            "fp16_scaler": {key: getattr(scaler, key) for key in FP16_SCALER} if scaler is not None else {},
             "scheduler": {key: value for key, value in state.items() if _is_plain(value)},
         }
 
     def load_counters(self, state: Mapping[str, Any]) -> None:
         """Go on from what `counters` returned."""
         self.skipped_steps, self.ema_steps = state["skipped_steps"], state["ema_steps"]
-        self._steps_at_scale = state["steps_at_scale"]
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        for key, value in state["fp16_scaler"].items():
-            if hasattr(scaler, key):
+        if self._scaler is not None and state["scaler"]:
+            # At ZeRO 1 to 3 the steps since the scale changed are counted here, at 0 by torch's scaler.
+            self._steps_at_scale = state["scaler"]["steps"]
+            own = self._scaler.state_dict()
+            tracker = 0 if not self._plain else self._steps_at_scale
+            self._scaler.load_state_dict({**own, "scale": state["scaler"]["scale"], "_growth_tracker": tracker})
+        scaler = self._fp16_scaler()
+        if scaler is not None:
+            for key, value in state["fp16_scaler"].items():
                 setattr(scaler, key, value)
         scheduler = self._engine.lr_scheduler
         if scheduler is None:
@@ -264,6 +240,28 @@ class Engine:
         else:
             for group, lr in zip(self._engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
+
+    def _scaler_state(self) -> dict[str, float]:
+        """Return the loss scale of fp16 autocast and the steps since it changed; {} in other precisions."""
+        if self._scaler is None:
+            return {}
+        steps = self._scaler.state_dict()["_growth_tracker"] if self._plain else self._steps_at_scale
+        return {"scale": self._scaler.get_scale(), "steps": steps}
+
+    def _fp16_scaler(self) -> Any:
+        """Return DeepSpeed's own dynamic loss scaler, or None in other precisions."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        return scaler if getattr(scaler, "dynamic", False) else None
+
+    def optimizer_counters(self) -> dict[str, int]:
+        """Return what an optimizer counts for all parameters together: LAMB's step."""
+        group = self._engine.optimizer.param_groups[0]
+        return {key: int(group[key]) for key in ("step",) if key in group}
+
+    def load_optimizer_counters(self, counters: Mapping[str, int]) -> None:
+        """Go on from what `optimizer_counters` returned."""
+        for group in self._engine.optimizer.param_groups:
+            group.update({key: torch.tensor(float(value)) for key, value in counters.items()})  # as timm keeps them
 
     def write_monitor(self, values: Mapping[str, float | None], samples: int) -> None:
         """Send scalars to the monitors that the DeepSpeed JSON names (tensorboard, csv, wandb), from rank 0."""
@@ -402,10 +400,9 @@ class Engine:
             return
         kept = [tensor.detach().clone() for tensor in (*self.owners(), *self._float_buffers())]
         self._put((*self._ema, *self._ema_buffers))
-        try:
-            yield
-        finally:
-            self._put(kept)
+        yield
+        # Not after an exception, which ends the run: all ranks take part in this, and one may have failed alone.
+        self._put(kept)
 
     def _put(self, values: Sequence[Tensor]) -> None:
         """Set the fp32 weights, the network's working weights with them, and BatchNorm's statistics."""
@@ -564,12 +561,3 @@ def _storages(tensors: Sequence[Tensor]) -> dict[int, int]:
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()
     }
-
-
-def _to_float(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.float()
-    if isinstance(output, tuple):
-        parts = [_to_float(part) for part in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
-    return output

@@ -15,9 +15,9 @@ from dsimg import cli, data, loop, models
 from dsimg.console import count_text
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.engine import inference_forward
 from dsimg.errors import ConfigError, DataError, RunError
 from dsimg.folder import Split, find_labelled, read_index
+from dsimg.forward import inference_forward
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
 from dsimg.weights import read_weights, restore_weights

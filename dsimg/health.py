@@ -1,5 +1,6 @@
 """Whether training is healthy: steps without a finite gradient, jumps of the loss, ranks whose weights drift apart."""
 
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from dsimg.engine import Engine, StepInfo
-from dsimg.errors import DeviceError, DivergenceError
+from dsimg.errors import DeviceError, DivergenceError, RunError
 from dsimg.run import write_json
 
 DRIFT_STEPS = 100  # optimizer steps between two comparisons of the ranks' weights
@@ -58,7 +59,8 @@ class Health:
             {"rank": rank, "loss": str(loss), "parameter": name, "largest_gradient": str(value), "images": files}
             for rank, (loss, name, value, files) in enumerate(found)
         ]
-        self._engine.world.on_rank_zero(lambda: write_json(report, {"step": step, "ranks": ranks}))
+        with contextlib.suppress(RunError):  # a full disk must not hide what happened
+            self._engine.world.on_rank_zero(lambda: write_json(report, {"step": step, "ranks": ranks}))
         wrong = [rank for rank, (loss, _, value, _) in enumerate(found) if not math.isfinite(loss + value)]
         rank = wrong[0] if wrong else max(range(len(found)), key=lambda rank: found[rank][2])
         loss, name, value, files = found[rank]

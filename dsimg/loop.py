@@ -89,9 +89,9 @@ def fit(
     position = start
     if position.step and not position.epoch_step:
         evaluate(position)
-    control.begin()
     for epoch in range(start.epoch, epochs):
         engine.train()
+        control.begin_epoch()
         batches = iter(loader.epoch(epoch, start_step=position.epoch_step))
         step_batches: list[data.Batch] = []
         losses: list[Tensor] = []

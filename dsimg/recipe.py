@@ -98,7 +98,7 @@ class TrainConfig:
     seed: int = 0
     """Fixes initial weights, order, augmentation and split."""
     overwrite: bool = False
-    """Replace the run that is in --out."""
+    """Replace the run that is in --out. Given again before the new one is done, it goes on with that."""
 
     def __post_init__(self) -> None:
         positive = {"epochs": self.epochs, "batch_size": self.batch_size, "eval_epochs": self.eval_epochs}
@@ -142,10 +142,11 @@ class TrainConfig:
             "save_minutes": self.save_minutes,
             "max_hours": self.max_hours,
             "grace_seconds": self.grace_seconds,
-            "rank_timeout": self.rank_timeout,
         }.items():
             if limit is not None and not (limit > 0 and math.isfinite(limit)):
                 raise ConfigError(f"--{name} is {limit}; it must be a positive number.")
+        if not (self.rank_timeout >= 10 and math.isfinite(self.rank_timeout)):
+            raise ConfigError(f"--rank_timeout is {self.rank_timeout}; it must be at least 10 seconds.")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"--seed is {self.seed}; it must be at least 0 and below 2147483648.")
         if self.step_epochs is not None and self.schedule != "step":

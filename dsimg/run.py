@@ -141,7 +141,11 @@ class Run:
                     f"--out {path} and {other}, which the run reads, lie in one another. Choose another --out."
                 )
         if state != "new" and overwrite:
-            shutil.rmtree(path)
+            # Renamed first: a kill while it is removed must not leave half a run.
+            aside = path.with_name(f".{path.name}.overwritten")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            shutil.rmtree(aside)
             state = "new"
         if state != "new":
             stored = _read_json(path / "config.json")
@@ -157,6 +161,17 @@ class Run:
         ancestry = [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents]
         write_json(path / "config.json", {"stage": stage, "parents": ancestry, **config})
         return cls(path, None), state
+
+    @classmethod
+    def was_begun_by(cls, path: Path, *, stage: str, config: Mapping[str, Any], free: Sequence[str]) -> bool:
+        """Tell whether `path` holds an unfinished run of this very config, but for the keys in `free`."""
+        if cls.state(path) != "unfinished":
+            return False
+        try:
+            stored = _read_json(path / "config.json")
+        except RunError:
+            return False
+        return not _differences(stored, {"stage": stage, **config}, free=("parents", *free))
 
     @staticmethod
     def state(path: Path) -> State:

@@ -8,6 +8,7 @@ of ranks and any ZeRO stage can read it.
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -51,15 +52,17 @@ def write_shard(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
-def commit(
-    temporary: Path, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], *, keep: int
-) -> tuple[Path, list[Path]]:
-    """Make a folder of synced shards a checkpoint, in one rename; return it, and the older ones that were dropped.
+def commit(temporary: Path, state: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], *, keep: int) -> Path:
+    """Make a folder of synced shards a checkpoint, in one rename, and return it.
 
     `state` has `step`. The newest `keep` stay. For rank 0 alone, when all shards are written and verified.
     """
     folder = temporary.parent
     final = folder / f"step_{state['step']:08d}"
+    for entry in shards:
+        size = (temporary / entry["file"]).stat().st_size
+        if size != entry["bytes"]:
+            raise OSError(None, f"{entry['file']} has {size:,} bytes instead of {entry['bytes']:,}")
     content = {"schema": SCHEMA, **state, "shards": list(shards)}
     write_json(temporary / "state.json", {"digest": _digest(content), **content})
     if final.exists():  # one that was found damaged, or else it would have been resumed from
@@ -67,19 +70,22 @@ def commit(
     temporary.rename(final)
     sync_folder(folder)
     write_atomically(folder / "latest", f"{final.name}\n".encode())
-    dropped = checkpoints(folder)[keep:]
-    for path in (*dropped, *folder.glob("damaged_*")):
+    for path in (*checkpoints(folder)[keep:], *folder.glob("damaged_*")):
         shutil.rmtree(path, ignore_errors=True)
-    return final, dropped
+    return final
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what saves that were cut short have left."""
+def prepare_folder(folder: Path) -> str:
+    """Make the folder of checkpoints, remove what saves that were cut short have left in it, and return a token that
+    keeps the names of this start's temporary folders apart from those."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent)
     for path in folder.glob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    return secrets.token_hex(4)
 
 
 # Choosing
@@ -212,11 +218,11 @@ class Pieces:
                 for key in shard.keys()  # noqa: SIM118
                 if key.startswith(f"{BUFFER}:")
             }
-            for shard in self._shards
+            for shard in (self._shards if rank is None else self._shards[rank : rank + 1])
         ]
+        one = stored[0]
         if rank is not None:
-            return stored[rank]
-        one = dict(stored[0])
+            return one
         for name in one:
             if name.endswith("running_mean") and (variance := f"{name[:-4]}var") in one:
                 means = torch.stack([part[name].double() for part in stored])

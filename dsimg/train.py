@@ -23,7 +23,7 @@ from dsimg.control import Control, Limits, Position
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.engine import Engine
-from dsimg.errors import DataError, DsimgError, RunError, StopRequested
+from dsimg.errors import DataError, RunError, StopRequested
 from dsimg.folder import write_index
 from dsimg.health import Health
 from dsimg.losses import cross_entropy, mixed_cross_entropy
@@ -80,6 +80,8 @@ def train(config: TrainConfig) -> Run:
             when = "before the first step" if code == STOPPED else "at once, asked twice"
             cli.leave(code, f"stopped by {text} {when}. The checkpoints are untouched; the same command goes on.")
 
+    world: World | None = None
+    context.at_exit = lambda code, text: _at_exit(config, world, code, text)
     stop = StopWatch(stop_file=config.stop_file, max_hours=config.max_hours, at_once=at_once, signals=leaves)
     context.was_asked_to_end = lambda: stop.reason is not None
     watch: RankWatch | None = None
@@ -98,7 +100,6 @@ def train(config: TrainConfig) -> Run:
         )
         check_against_json(config, raw, source=str(ds_path))
         world = start_world(collective_seconds=2 * config.rank_timeout)
-        context.at_exit = lambda code, text: _at_exit(config, world, code, text)
         path = config.run_path
         state: State = world.on_rank_zero(lambda: _run_state(path, config))
         if state == "finished":
@@ -116,18 +117,23 @@ def train(config: TrainConfig) -> Run:
             )
             context.explain = watch.explain
         run = _train(
-            config, raw, ds_source=str(ds_path), batch_size=sizes.batch_size, world=world, stop=stop, watch=watch
+            dataclasses.replace(config, overwrite=config.overwrite and state == "new"),
+            raw,
+            ds_source=str(ds_path),
+            batch_size=sizes.batch_size,
+            world=world,
+            stop=stop,
+            watch=watch,
         )
         planned = True
         return run
     except StopRequested:
+        assert world is not None
         world.barrier()  # none leaves, and makes a launcher end the others, before all have saved
         planned = True
         raise
-    except DsimgError:
-        planned = True
-        raise
     except torch.cuda.OutOfMemoryError as error:
+        assert world is not None
         raise world.out_of_memory(
             "Halve train_micro_batch_size_per_gpu (and double gradient_accumulation_steps), add "
             "--gradient_checkpointing, or use a higher ZeRO stage (--deepspeed_config zero3, or zero3_offload). The "
@@ -136,15 +142,16 @@ def train(config: TrainConfig) -> Run:
     finally:
         if not leaves:  # a command keeps its handlers: the launcher's SIGTERM must not cut its last words short
             stop.close()
-        if watch is not None and (planned or not leaves):  # else it has yet to explain what became of another rank
+        # Else it has yet to explain what became of another rank, or to see this one end.
+        if watch is not None and (planned or not leaves):
             watch.close()
 
 
-def _at_exit(config: TrainConfig, world: World, code: int, text: str) -> None:
+def _at_exit(config: TrainConfig, world: World | None, code: int, text: str) -> None:
     """Run --on_exit on rank 0, as the last thing of the command."""
     if config.on_exit is None:
         return
-    if world.rank == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         outcome = {0: "done", STOPPED: "stopped"}.get(code, "failed")
         told = {
             "DSIMG_OUTCOME": outcome,
@@ -153,14 +160,19 @@ def _at_exit(config: TrainConfig, world: World, code: int, text: str) -> None:
             "DSIMG_MESSAGE": text,
         }
         subprocess.run(config.on_exit, shell=True, env={**os.environ, **told}, check=False)
-    if code in (0, STOPPED) and threading.current_thread() is threading.main_thread():
+    if world is not None and code in (0, STOPPED) and threading.current_thread() is threading.main_thread():
         world.barrier()  # a launcher would kill rank 0 after the others' exit
 
 
 def _run_state(path: Path, config: TrainConfig) -> State:
-    """Tell what is in `path`, before anything else is looked at. Raises RunError when it is not this run."""
-    state = Run.state(path)
-    if state == "new" or config.overwrite:
+    """Tell what is in `path`, before anything else is looked at. Raises RunError when it is not this run.
+
+    What --overwrite is to replace is "new"; but not what it has begun: the same command goes on with that.
+    """
+    if Run.state(path) == "new":
+        return "new"
+    begun_so = tuple(key for key in FREE if key != "overwrite")
+    if config.overwrite and not Run.was_begun_by(path, stage="train", config=_as_json(config), free=begun_so):
         return "new"
     return Run.begin(path, stage="train", config=_as_json(config), free=FREE)[1]
 
@@ -492,13 +504,15 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> int:
     together = {file: reason for part in world.gather(bad) for file, reason in part.items()}
     if world.rank != 0 or not together:
         return len(together)
-    known = {json.loads(line)["file"] for line in path.read_text().splitlines()} if path.exists() else set()
-    fresh = sorted(together.keys() - known)
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {entry["file"]: entry["reason"] for entry in map(json.loads, lines)}  # also by starts before this one
+    fresh = sorted(together.keys() - known.keys())
     for file in fresh[:10]:
         cli.context().terminal.warn(f"cannot decode {file}: {together[file]}; another image of its class stands in")
     if len(fresh) > 10:
         cli.context().terminal.warn(f"and {len(fresh) - 10} more, listed in {path}")
-    lines = [json.dumps({"file": file, "reason": reason}) + "\n" for file, reason in sorted(together.items())]
+    known |= together
+    lines = [json.dumps({"file": file, "reason": reason}) + "\n" for file, reason in sorted(known.items())]
     write_atomically(path, "".join(lines).encode())
     return len(together)
 

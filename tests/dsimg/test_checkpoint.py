@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import nn
 
 from dsimg import checkpoint, models
@@ -205,11 +206,65 @@ def test_every_precision_goes_on_to_the_bit(tmp_path: Path, stage: int, precisio
     assert all(torch.equal(a, b) for a, b in zip(engine.ema, other.ema, strict=True))
 
 
-def test_deepspeeds_own_loss_scaler_goes_on(tmp_path: Path) -> None:
-    """Its fp16 runs on GPUs only; in bf16 the same attribute is there, and stays at 1."""
-    engine = engine_of_precision(2, "bf16")
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_every_optimizer_goes_on_to_the_bit(tmp_path: Path, stage: int, optimizer: str) -> None:
+    """timm's LAMB counts its steps beside the parameters' states."""
+    engine = engine_of_precision(stage, optimizer=optimizer)
+    for seed in range(3):
+        one_step(engine, seed=seed)
+    path = save_now(tmp_path, engine, step=3)
+    infos = [one_step(engine, seed=seed) for seed in (3, 4, 5)]
+    other = engine_of_precision(stage, optimizer=optimizer)
+    load_checkpoint(path, read_state(path), other)
+    assert [one_step(other, seed=seed) for seed in (3, 4, 5)] == infos
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(0, 2), (2, 0), (0, 0), (3, 1)])
+def test_the_loss_scale_goes_on_at_any_stage(saved: int, loaded: int) -> None:
+    """And grows there after as many steps as ever."""
+    engine = engine_of_precision(saved, "fp16 autocast")
+    one_step(engine, poison=True)
+    one_step(engine)
     state = engine.counters()
-    assert state["fp16_scaler"] == {"cur_scale": 1.0}
-    state["fp16_scaler"] = {"cur_scale": 4.0, "last_overflow_iter": 7}
-    engine.load_counters(state)
-    assert engine.counters()["fp16_scaler"] == {"cur_scale": 4.0}
+    assert state["scaler"] == {"scale": 32768.0, "steps": 1}
+    other = engine_of_precision(loaded, "fp16 autocast")
+    other.load_counters(state)
+    assert other.counters()["scaler"] == {"scale": 32768.0, "steps": 1}
+    assert one_step(other).loss_scale == 32768.0
+    assert other.counters()["scaler"] == {"scale": 32768.0, "steps": 2}
+    interval = other._scaler.get_growth_interval()
+    assert interval == engine_of_precision(loaded, "fp16 autocast")._scaler.get_growth_interval()
+
+
+def test_deepspeeds_own_loss_scaler_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fp16 runs on GPUs only: here its scaler is put into an engine that has a static one."""
+    engine = engine_of_precision(2, "bf16")
+    assert engine.counters()["fp16_scaler"] == {}
+    saved = {"cur_scale": 4.0, "cur_iter": 9, "last_overflow_iter": 7, "cur_hysteresis": 1}
+    engine.load_counters({**engine.counters(), "fp16_scaler": saved})  # of a run in fp16: not this one's
+    scaler = DynamicLossScaler(
+        init_scale=8.0, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
+    )
+    monkeypatch.setattr(engine._engine.optimizer, "loss_scaler", scaler)
+    engine.load_counters({**engine.counters(), "fp16_scaler": saved})
+    assert engine.counters()["fp16_scaler"] == saved
+    assert scaler.cur_scale == 4.0
+    engine.load_counters({**engine.counters(), "fp16_scaler": {}})  # of a run in bf16
+    assert scaler.cur_scale == 4.0
+
+
+def test_a_thread_that_dies_has_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of the save before must not stand for this one, with which the older checkpoint would go."""
+    saver = saver_of(tmp_path, make_engine(start_world(), 0), keep=1)
+    saver.begin({"step": 1})
+    saver.finish()
+
+    def die(*arguments: Any) -> dict[str, Any]:
+        raise MemoryError("no memory for a buffer")
+
+    monkeypatch.setattr("dsimg.checkpoint.write_shard", die)
+    saver.begin({"step": 2})
+    with pytest.raises(RunError, match=r"step 2: rank 0: no memory for a buffer\. That of step 1 stays"):
+        saver.finish()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step_00000001"]

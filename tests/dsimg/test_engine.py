@@ -234,6 +234,36 @@ def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
     assert two["restored"] == {f"{a}->{b}": True for a in STAGES for b in STAGES}
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_skipped_step_leaves_batchnorms_statistics_alone(stage: int) -> None:
+    """One batch with NaN in it would make them NaN for good, and every evaluation with them."""
+    torch.manual_seed(0)
+    model = nets.with_batchnorm(3)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    groups = models.parameter_groups(model, 0.0)
+    spec = OptimizerSpec(name="sgd")
+    engine = Engine(model, config=config, groups=groups, optimizer=spec, lr=0.1, world=start_world(), ema_decay=0.5)
+    engine.train()
+    one_step(engine)
+    before = {name: buffer.clone() for name, buffer in engine.buffers().items() if "running" in name}
+    images, labels = batch()
+    images[0, 0, 0, 0] = math.nan
+    engine.backward(nn.functional.cross_entropy(engine.forward(images), labels), boundary=True)
+    assert engine.step(lr=0.1).skipped
+    after = engine.buffers()
+    assert len(before) == 4
+    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
+    one_step(engine)
+    assert not torch.equal(engine.buffers()["1.running_mean"], before["1.running_mean"])
+
+
 def test_ema_averages_batchnorm_statistics_too() -> None:
     torch.manual_seed(0)
     model = nets.with_batchnorm(3)

@@ -16,8 +16,7 @@ def save(folder: Path, *, step: int, parts: list[dict[str, Tensor]], keep: int =
     temporary = folder / f".step_{step}.tmp"
     temporary.mkdir(parents=True)
     records = [shards.write_shard(part, temporary / f"shard_{n}.safetensors") for n, part in enumerate(parts)]
-    path, _ = shards.commit(temporary, {"step": step, "tensors": {}}, records, keep=keep)
-    return path
+    return shards.commit(temporary, {"step": step, "tensors": {}}, records, keep=keep)
 
 
 HALVES = [{"weight:0:w": torch.tensor([0.0, 1.0])}, {"weight:2:w": torch.tensor([2.0, 3.0, 4.0])}]

@@ -106,6 +106,24 @@ def test_overwrite_never_takes_what_the_run_reads(small_folder: Path, tmp_path: 
     assert Run.open(tmp_path / "run").file("weights").exists()
 
 
+def test_overwrite_given_again_goes_on_with_what_it_began(
+    small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script that starts the same command again must not lose the run each time."""
+    first = TrainConfig(data=str(small_folder), out=tmp_path / "run", **FAST)
+    stop_after(first, 3)
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", overwrite=True, **FAST)
+    stop_after(config, 3)
+    assert "resuming" not in capsys.readouterr().out  # another command began that run
+    train(config)
+    assert "resuming after epoch 1 and 1 steps, step 3" in capsys.readouterr().out
+    before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
+    train(config)
+    assert "resuming" not in capsys.readouterr().out  # that one is finished, and replaced
+    assert (tmp_path / "run" / "run.json").stat().st_mtime_ns > before
+    assert {path.name for path in tmp_path.iterdir()} == {"insects", "run"}
+
+
 def test_a_second_process_is_kept_out_of_a_run(small_folder: Path, tmp_path: Path, launch: Launch) -> None:
     out = tmp_path / "run"
     code = f"from pathlib import Path; from dsimg.run import hold_lock; hold_lock(Path({str(out)!r}))"

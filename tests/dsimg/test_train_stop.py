@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dsimg.errors import ConfigError, DivergenceError, RunError, StopRequested
-from dsimg.shards import checkpoints
+from dsimg.shards import check_shards, checkpoints, read_state
 from dsimg.train import TrainConfig, train
 from tests.conftest import ROOT, Launch, free_port, rank_environment
 from tests.dsimg.train_cases import FAST, metrics, stop_after
@@ -113,7 +113,7 @@ def test_hours_and_steps_are_those_of_this_start(small_folder: Path, tmp_path: P
     begun = time.monotonic()
     with pytest.raises(StopRequested, match=r"stopped by --max_hours .* saved at step"):
         train(short)
-    assert 2 < time.monotonic() - begun < 12
+    assert time.monotonic() - begun > 2
 
 
 def test_a_run_that_diverges_says_where_and_keeps_its_checkpoint(
@@ -188,6 +188,7 @@ def test_a_full_disk_costs_no_checkpoint(small_folder: Path, tmp_path: Path, on_
     kept = checkpoints(tmp_path / "kept" / "checkpoints")
     assert result.returncode == (2 if on_error == "stop" else 0)
     assert kept
+    assert all(check_shards(path, read_state(path)) is None for path in kept)
 
 
 def test_a_changed_data_set_is_refused_with_the_difference(small_folder: Path, tmp_path: Path) -> None:
