@@ -120,7 +120,9 @@ class Control:
                 position.step, again, self._divergence_file, kept=f"{self._kept_text()} stays."
             )
         if written:
+            begun = time.perf_counter()
             self._finish_save(position)
+            self._meter.pause(time.perf_counter() - begun)
         if position.step % DRIFT_STEPS == 0:
             self._health.check_drift(position.step)
         now = time.perf_counter()
@@ -177,8 +179,8 @@ class Control:
 
     def _save(self, position: Position) -> None:
         """Start to save, after the weights that should be equal on all ranks were compared."""
-        self._finish_save(position)
         begun = time.perf_counter()
+        self._finish_save(position)
         self._health.check_drift(position.step)
         self._saver.begin(self._state(position))
         self._tried = True
@@ -189,9 +191,8 @@ class Control:
         if not self._saver.busy:
             return
         self.at(position, SAVING)
-        begun, saves = time.perf_counter(), self._saver.saves
+        saves = self._saver.saves
         self._saver.finish()
-        self._meter.pause(time.perf_counter() - begun)
         if self._saver.saves == saves:
             return
         self._meter.saved(self._saver, epoch=position.epoch, step=position.step)

@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import dsimg.session
 import dsimg.train
 from dsimg import cli, data
 from dsimg.checkpoint import load_checkpoint
@@ -36,5 +37,5 @@ def _noting_load(path: Path, state: Mapping[str, Any], engine: Engine) -> None:
 
 if __name__ == "__main__":
     data.TrainLoader.epoch = _noting_epoch  # type: ignore[method-assign]
-    dsimg.train.load_checkpoint = _noting_load
+    dsimg.session.load_checkpoint = _noting_load
     cli.run(dsimg.train.train, sys.argv[2:])
