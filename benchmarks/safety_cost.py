@@ -1,6 +1,6 @@
 """What safety costs: time per step with and without it, in turn in one run, and what one save takes.
 
-    deepspeed --quiet --num_gpus 2 benchmarks/safety_cost.py --data DIR [--rounds 9]
+    deepspeed --quiet --num_gpus 2 benchmarks/safety_cost.py --data DIR [--rounds 15] [--stages 0 2 3]
 
 DIR holds class folders of 32 x 32 images (CIFAR-10's train/). With it: after each step the ranks exchange loss,
 requests to stop, time to save; spikes, skipped steps and the ranks' weights are looked at; threads listen for signals
@@ -93,7 +93,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--stages", type=int, nargs="*", default=[0, 2, 3])
+    parser.add_argument("--models", nargs="*", default=["resnet18", "vit_b_16"], help="whose saves are measured")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--local_rank", type=int)
     options = parser.parse_args(argv)
@@ -101,10 +103,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     say = print if world.rank == 0 else lambda *_, **__: None
     say(f"batch {BATCH}, {world.size} ranks, {world.device.type}, {options.rounds} rounds of {options.steps} steps")
     say("model            stage    ms/step  with / without  (least-most)")
-    for stage in (0, 2, 3):
+    for stage in options.stages:
         say(step_cost("cifar_resnet20", stage, world, options), flush=True)
     say("model            stage  s paused for  s written beside   shard of a rank")
-    for arch in ("resnet18", "vit_b_16"):
+    for arch in options.models:
         say(save_cost(arch, 2, world), flush=True)
     world.barrier()
     os._exit(0)

@@ -147,7 +147,8 @@ class Unwatched(WithoutSaves):
     ) -> None:
         """Record the step."""
         mean = float(loss) if last or position.step % LOG_STEPS == 0 else 0.0
-        self._meter.step(info, mean, epoch=position.epoch, step=position.step, spike=None)
+        ended = time.perf_counter()
+        self._meter.step(info, mean, epoch=position.epoch, step=position.step, ended=ended, spike=None)
 
     def at(self, position: Position, doing: str) -> None:
         """Tell nobody."""
@@ -185,7 +186,7 @@ class WholeLoop:
         self.file = MetricsFile(folder / "metrics.jsonl", step=0, rank=world.rank)
         self.terminal = Terminal(rank=world.rank, stream=Path(os.devnull).open("w"))  # noqa: SIM115
         self.control_type, self.folder = control, folder
-        self.stop = StopWatch(stop_file=None, max_hours=None, at_once=lambda reason, code: None)
+        self.stop = StopWatch(stop_file=None, max_hours=None, at_once=lambda reason, code: None, signals=False)
         self.watch: RankWatch | None = None
         if control is not Unwatched and world.size > 1:
             self.watch = RankWatch(

@@ -1,7 +1,8 @@
 """What happens between optimizer steps: the ranks agree, the run is recorded, checked, saved and, on request, ended.
 
 After each step one small all-reduce tells every rank what any of them knows: the loss, images that cannot be decoded,
-who was asked to stop, whether it is time to save, and whether the last save is on the disk.
+who was asked to stop, whether it is time to save, and whether the last save is on the disk. It runs beside the next
+step and is read at its end, so that nobody waits for it.
 """
 
 import contextlib
@@ -25,9 +26,6 @@ from dsimg.watch import EVALUATING, RankWatch
 
 SAVING = "saving"  # how long that takes depends on the disk: it is no hang
 
-# What this start of the run was asked to do ends as a request from outside does.
-ASKED = (*REASONS, "max_steps")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
@@ -46,6 +44,28 @@ class Limits:
     max_steps: int | None
     grace_seconds: float
     bad_images: int
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What all ranks know after an exchange."""
+
+    loss: float  # summed over the ranks
+    bad_images: int
+    save: bool  # it is time to
+    written: bool  # the save that has begun lies on every rank's disk
+    stop: str | None  # one of REASONS
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An optimizer step whose exchange nobody has waited for yet."""
+
+    position: Position
+    info: StepInfo
+    again: Callable[[], tuple[float, list[str]]]
+    ended: float  # time.perf_counter()
+    exchange: Callable[[], Tensor]
 
 
 class Control:
@@ -77,6 +97,8 @@ class Control:
         self._divergence_file = divergence_file
         self._stop, self._watch, self._stop_text, self._terminal = stop, watch, stop_text, terminal
         self._asked: str | None = None
+        self._save_due = False
+        self._pending: _Pending | None = None
         self._last = start
         self._saved_at = time.monotonic()
         self._tried = self._told_cost = self._warned = False
@@ -104,37 +126,53 @@ class Control:
         """Record the optimizer step that led to `position`, with this rank's summed `loss`; save and stop when asked.
 
         At the `last` step of an epoch that is left to `end_of_epoch`. `again` repeats the step's backward pass and
-        returns its loss, for a diagnosis. Raises StopRequested, and what ends a run that is not healthy.
+        returns its loss, for a diagnosis. Raises StopRequested, and what ends a run that is not healthy: a step later
+        than it happened, since nobody waits for the exchange.
         """
-        summed, bad_images, save_due, written, self._asked = self._agree(position, loss)
-        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (steps.StepPlan).
-        mean = summed / (self._engine.world.size * self._engine.accumulation)
-        spike = self._health.spike(mean)
-        self._meter.step(info, mean, epoch=position.epoch, step=position.step, spike=spike)
-        if bad_images > self._limits.bad_images:
-            self._too_many_bad_images()
-        if self._health.skipped_too_often(info):
-            with contextlib.suppress(RunError):  # a full disk must not hide what happened
-                self._finish_save(position)
-            raise self._health.divergence(
-                position.step, again, self._divergence_file, kept=f"{self._kept_text()} stays."
-            )
-        if written:
-            begun = time.perf_counter()
-            self._finish_save(position)
-            self._meter.pause(time.perf_counter() - begun)
+        self._settle()
+        self._pending = _Pending(position, info, again, time.perf_counter(), self._exchange(loss))
+        if position.step > self._start.step + 1:  # the first one has the warm-up of many things in it
+            self._step_seconds = max(self._step_seconds, self._pending.ended - self._step_begun)
+        # Early, to know that the disk takes it, and how long.
+        first = not self._tried and self._saver.saved_step is None
+        if position.step - self._start.step == self._limits.max_steps:
+            self._asked = self._asked or "max_steps"
+        if last or first or self._save_due or self._asked:
+            self._settle()
         if position.step % DRIFT_STEPS == 0:
             self._health.check_drift(position.step)
-        now = time.perf_counter()
-        if position.step > self._start.step + 1:  # the first one has the warm-up of many things in it
-            self._step_seconds = max(self._step_seconds, now - self._step_begun)
         if not last:
-            if save_due or self._asked:
+            if first or self._save_due or self._asked:
                 self.at(position, SAVING)
                 self._save(position)
             if self._asked:
                 self._leave(position)
         self._step_begun = time.perf_counter()
+
+    def _settle(self) -> None:
+        """Act on what the ranks told one another after the last step."""
+        step, self._pending = self._pending, None
+        if step is None:
+            return
+        position = step.position
+        told = self._read(step.exchange)
+        # Weights make each micro-batch's loss world * accumulation times its part of the step's mean (steps.StepPlan).
+        mean = told.loss / (self._engine.world.size * self._engine.accumulation)
+        spike = self._health.spike(mean)
+        self._meter.step(step.info, mean, epoch=position.epoch, step=position.step, ended=step.ended, spike=spike)
+        if told.bad_images > self._limits.bad_images:
+            self._too_many_bad_images()
+        if self._health.skipped_too_often(step.info):
+            with contextlib.suppress(RunError):  # a full disk must not hide what happened
+                self._finish_save(position)
+            kept = f"{self._kept_text()} stays."
+            raise self._health.divergence(position.step, step.again, self._divergence_file, kept=kept)
+        self._save_due = told.save
+        self._asked = self._asked or told.stop
+        if told.written:
+            begun = time.perf_counter()
+            self._finish_save(position)
+            self._meter.pause(time.perf_counter() - begun)
 
     def end_of_epoch(self, position: Position) -> None:
         """Save at an epoch's end, whose `position` has `epoch_step` 0; stop when asked."""
@@ -149,10 +187,10 @@ class Control:
         """Between two batches of an evaluation: stop when any rank was asked to. Raises StopRequested."""
         self.at(position, EVALUATING)
         if not self._stop.nothing_to_save:
-            nothing = torch.zeros((), device=self._engine.world.device)
-            *_, written, self._asked = self._agree(position, nothing)
-            if written:
+            told = self._read(self._exchange(torch.zeros((), device=self._engine.world.device)))
+            if told.written:
                 self._finish_save(position)
+            self._asked = told.stop
             if self._asked:
                 self._leave(position)
 
@@ -161,21 +199,20 @@ class Control:
         self.at(self._last, SAVING)
         self._finish_save(self._last)
 
-    def _agree(self, position: Position, loss: Tensor) -> tuple[float, int, bool, bool, str | None]:
-        """Exchange what this rank knows; return the summed loss, undecodable images, and whether to save, to finish
-        the save that is under way, and why to stop."""
+    def _exchange(self, loss: Tensor) -> Callable[[], Tensor]:
+        """Start to tell the other ranks what this one knows."""
         world, saver, reason = self._engine.world, self._saver, self._stop.reason
-        flags = [float(asked == reason) for asked in ASKED]
-        if self._limits.max_steps is not None and position.step - self._start.step >= self._limits.max_steps:
-            flags[-1] = 1.0
         due = time.monotonic() - self._saved_at >= 60 * self._limits.save_minutes
-        first = not self._tried and saver.saved_step is None  # early, to know that the disk takes it, and how long
-        save = world.rank == 0 and (due or first) and not saver.busy
-        known = [float(self._count_bad_images()), float(save), float(saver.written), *flags]
-        mine = torch.cat([loss.detach().double().reshape(1), torch.tensor(known, dtype=torch.float64).to(loss.device)])
-        summed, bad_images, save_due, written, *asked = world.sum(mine).tolist()
-        why = next((name for name, flag in zip(ASKED, asked, strict=True) if flag), None)
-        return summed, round(bad_images), save_due > 0, written == world.size, why
+        save = world.rank == 0 and due and not saver.busy
+        asked = [float(why == reason) for why in REASONS]
+        known = [float(self._count_bad_images()), float(save), float(saver.written), *asked]
+        mine = torch.tensor(known, dtype=torch.float64).to(loss.device, non_blocking=True)
+        return world.sum_later(torch.cat([loss.detach().double().reshape(1), mine]))
+
+    def _read(self, exchange: Callable[[], Tensor]) -> _Told:
+        loss, bad_images, save, written, *asked = exchange().tolist()
+        stop = next((why for why, ranks in zip(REASONS, asked, strict=True) if ranks), None)
+        return _Told(loss, round(bad_images), save > 0, written == self._engine.world.size, stop)
 
     def _save(self, position: Position) -> None:
         """Start to save, after the weights that should be equal on all ranks were compared."""
@@ -183,7 +220,7 @@ class Control:
         self._finish_save(position)
         self._health.check_drift(position.step)
         self._saver.begin(self._state(position))
-        self._tried = True
+        self._tried, self._save_due = True, False
         self._saved_at = time.monotonic()
         self._meter.pause(time.perf_counter() - begun)
 

@@ -50,6 +50,7 @@ class StepInfo:
     lr: float  # of the first parameter group, as this step used it
     grad_norm: float
     skipped: bool
+    skipped_steps: int  # of the run so far
     loss_scale: float | None
 
 
@@ -159,7 +160,7 @@ class Engine:
         loss_scale = scale if self._scaler is not None else None
         if self._engine.fp16_enabled():
             loss_scale = float(optimizer.loss_scale)
-        return StepInfo(used_lr, norm, skipped, loss_scale)
+        return StepInfo(used_lr, norm, skipped, self.skipped_steps, loss_scale)
 
     def _plain_step(self, scale: float) -> tuple[float, bool]:
         """Step at ZeRO 0 with fp32 weights, where DeepSpeed neither knows the norm nor skips what is not finite."""

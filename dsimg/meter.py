@@ -117,9 +117,9 @@ class Meter:
         """Add time that was spent waiting for data."""
         self._waited += seconds
 
-    def step(self, info: StepInfo, loss: float, *, epoch: int, step: int, spike: float | None) -> None:
+    def step(self, info: StepInfo, loss: float, *, epoch: int, step: int, ended: float, spike: float | None) -> None:
         """Count optimizer step `step`, the first being 1, with the mean loss over its samples; write and show a logged
-        one. `spike` is the mean loss before it, where this loss is far above that."""
+        one. `ended` is when it did (time.perf_counter); `spike` the mean loss before it, where this is far above."""
         self._loss_sum += loss
         if spike is not None:
             self._file.add(kind="spike", step=step, epoch=epoch, loss=loss, mean_before=spike)
@@ -127,9 +127,8 @@ class Meter:
         if not (last or step % self._log_steps == 0 or info.skipped):
             return
         engine = self._engine
-        now = time.perf_counter()
-        seconds = now - self._since
-        elapsed = now - self._begun - self._paused
+        seconds = ended - self._since
+        elapsed = ended - self._begun - self._paused
         values: dict[str, float] = {
             "loss": self._loss_sum / (step - self._logged_step),
             "lr": info.lr,
@@ -143,7 +142,7 @@ class Meter:
             epoch=epoch,
             **values,
             loss_scale=info.loss_scale,
-            skipped_steps=engine.skipped_steps,
+            skipped_steps=info.skipped_steps,
             peak_memory_bytes=engine.peak_memory(),
             seconds=elapsed,
         )
@@ -154,12 +153,12 @@ class Meter:
             f"lr {values['lr']:.3g}  |grad| {info.grad_norm:.3g}  {count_text(values['images_per_second'])} images/s  "
             f"data wait {values['data_wait']:.0%}  ETA {duration_text(remaining)}"
         )
-        if engine.skipped_steps:
-            text += f"  skipped steps {engine.skipped_steps}"
+        if info.skipped_steps:
+            text += f"  skipped steps {info.skipped_steps}"
         self._terminal.progress(text, last=last)
         self._loss_sum, self._waited = 0.0, 0.0
         self._logged_step = self._timed_step = step
-        self._since = time.perf_counter()
+        self._since = ended
 
     def saved(self, saver: Saver, *, epoch: int, step: int) -> None:
         """Record a checkpoint that is on the disk: what it took, and how long all so far have held training up."""

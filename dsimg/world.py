@@ -81,6 +81,17 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def sum_later(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start to sum a tensor on `device` over the ranks; what is returned waits for the sum and returns it."""
+        work = dist.all_reduce(values, async_op=True) if self.size > 1 else None
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return values
+
+        return wait
+
     def maximum(self, values: Tensor) -> Tensor:
         """Return the maximum over ranks of a tensor on `device` (in place)."""
         if self.size > 1:

@@ -12,7 +12,7 @@ from tests.dsimg.rank_program import make_engine, take_steps
 
 
 def info(*, skipped: bool) -> StepInfo:
-    return StepInfo(lr=0.1, grad_norm=math.nan if skipped else 1.0, skipped=skipped, loss_scale=None)
+    return StepInfo(lr=0.1, grad_norm=math.nan if skipped else 1.0, skipped=skipped, skipped_steps=0, loss_scale=None)
 
 
 def test_skipped_steps_count_in_a_row_and_over_a_stop() -> None:
