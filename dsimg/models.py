@@ -23,7 +23,7 @@ from torchvision.models import GoogLeNetOutputs, InceptionOutputs
 from dsimg.cifar_resnet import DEPTHS, CifarResNet
 from dsimg.errors import ModelError, near
 from dsimg.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
-from dsimg.run import Run
+from dsimg.shards import saved_model
 
 CIFAR_RESNETS = {f"cifar_resnet{depth}": depth for depth in DEPTHS}
 # Weights of the auxiliary losses: arXiv 1409.4842, section 5, and torchvision's references.
@@ -86,13 +86,13 @@ def build_model(arch: str, *, num_classes: int, input_size: int | None = None) -
 def default_preprocess(arch: str, *, image_size: int | None, weights: str | None = None) -> Preprocess:
     """Return how `arch` wants its images when the user says nothing but, perhaps, `image_size` and `weights`.
 
-    From `weights` where they say it (a torchvision name, a run folder), else from the network: timm's
+    From `weights` where they say it (a torchvision name, a run folder, a checkpoint), else from the network: timm's
     `pretrained_cfg`, 32 px for a cifar_resnet, 299 px for inception_v3, 224 px and crop_pct 0.875 otherwise.
     `image_size` replaces the size only; up to 64 px the whole image is used (crop_pct 1), as small images
     have no margin to spare.
     """
     if weights is not None and Path(weights).is_dir():
-        preprocess = Preprocess.from_dict(Run.open(Path(weights)).model["preprocess"])
+        preprocess = Preprocess.from_dict(saved_model(Path(weights))["preprocess"])
     elif arch in CIFAR_RESNETS:
         preprocess = _preprocess(32, crop_pct=1.0)
     elif arch.startswith("timm:"):

@@ -22,7 +22,8 @@ class TrainConfig:
     """A torchvision name, cifar_resnet20|32|44|56|110, timm:NAME, or package.module:function. Default: cifar_resnet20
     for images up to 64 pixels, resnet50 for larger ones."""
     weights: str | None = None
-    """Start from these: a torchvision weights name, a .safetensors or .pth file, or a run folder."""
+    """Start from these: a torchvision weights name, a .safetensors or .pth file, a run folder, or one of a run's
+    checkpoints."""
     image_size: int | None = None
     """Height and width of the network's input, in pixels. Default: the images' own size up to 64, else the model's."""
     epochs: int = 20

@@ -143,7 +143,11 @@ def fit_run(
         return {
             **dataclasses.asdict(position),
             **same,
-            "preprocess": setup.preprocess.as_dict(),
+            "model": {
+                "arch": setup.arch,
+                "classes": list(setup.folder.classes),
+                "preprocess": setup.preprocess.as_dict(),
+            },
             "engine": engine.counters(),
             "meter": meter.state(),
             "health": health.state(),

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsimg.errors import RunError
-from dsimg.run import sha256, sync_folder, write_atomically, write_json
+from dsimg.run import Run, sha256, sync_folder, write_atomically, write_json
 
 WEIGHT, EMA, BUFFER = "weight", "ema", "buffer"
 SCHEMA = 1
@@ -232,6 +232,17 @@ class Pieces:
                 pooled = (variances + (means - mean).square()).sum(0) / len(stored)
                 one[variance] = pooled.to(one[variance].dtype)
         return one
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint."""
+    return (path / "state.json").exists()
+
+
+def saved_model(path: Path) -> dict[str, Any]:
+    """Return the model block (arch, classes, preprocess) of a finished run or of a checkpoint. Raises RunError."""
+    model: dict[str, Any] = read_state(path)["model"] if is_checkpoint(path) else Run.open(path).model
+    return model
 
 
 def read_model(path: Path) -> dict[str, Tensor]:

@@ -239,7 +239,7 @@ def _train(
         batch_size=batch_size,
         world=world,
         index=path / "index.jsonl.gz" if saved else None,
-        preprocess=Preprocess.from_dict(state["preprocess"]) if saved else None,
+        preprocess=Preprocess.from_dict(state["model"]["preprocess"]) if saved else None,
     )
     # What a DeepSpeed JSON may not change between a stop and a resume.
     same = {

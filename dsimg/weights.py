@@ -20,6 +20,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from dsimg.errors import ModelError
 from dsimg.models import build_timm, first_line, head_names, looks_like_file, published_weights
 from dsimg.run import Run, sync_folder
+from dsimg.shards import is_checkpoint, read_model, saved_model
 
 # Where checkpoints keep their state dict, best first: torchvision's references, timm, Lightning, DeepSpeed.
 WRAPPERS = ("model_ema", "state_dict_ema", "state_dict", "model_state_dict", "model", "module")
@@ -56,24 +57,24 @@ def load_weights(model: nn.Module, weights: str, *, arch: str, classes: Sequence
 
     `weights` is a name of torchvision's ("IMAGENET1K_V2", "DEFAULT", "ResNet50_Weights.IMAGENET1K_V2"),
     "DEFAULT" for a timm model, a .safetensors file, a .pth or .pt file (tensors only: no code in it is run),
-    or a finished run folder of the same arch. `classes` are the new run's, in the order of its logits. The
-    head is kept when the source has the same classes, its rows are put in order when it names them in another
-    order, and it stays new otherwise. A file that names no classes but has as many keeps its head, and the
-    report says so. Positions of torchvision's ViTs are resampled to the size of `model`.
+    a finished run folder of the same arch, or a checkpoint in one. `classes` are the new run's, in the order
+    of its logits. The head is kept when the source has the same classes, its rows are put in order when it
+    names them in another order, and it stays new otherwise. A file that names no classes but has as many keeps
+    its head, and the report says so. Positions of torchvision's ViTs are resampled to the size of `model`.
 
     Raises ModelError: no such weights, another arch, nothing fits, a pickle that needs code, no network.
     """
     path = Path(weights)
     source_classes: Sequence[str] | None = None
     if path.is_dir():
-        run = Run.open(path)
-        if run.model["arch"] != arch:
+        saved = saved_model(path)
+        if saved["arch"] != arch:
             raise ModelError(
-                f"--weights {weights} holds a {run.model['arch']}, but --model is {arch}. Give --model "
-                f"{run.model['arch']}, or other weights."
+                f"--weights {weights} holds a {saved['arch']}, but --model is {arch}. Give --model "
+                f"{saved['arch']}, or other weights."
             )
-        state = read_weights(run.file("weights"))
-        source_classes = run.model["classes"]
+        state = read_model(path) if is_checkpoint(path) else read_weights(Run.open(path).file("weights"))
+        source_classes = saved["classes"]
     elif path.is_file():
         state = read_weights(path) if path.suffix == ".safetensors" else _read_pickle(path)
     elif looks_like_file(weights):

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsimg.errors import DsimgError
 from dsimg.run import Run
+from dsimg.shards import checkpoints, read_model
 from dsimg.train import TrainConfig, train
+from dsimg.weights import read_weights
 from tests.conftest import Launch
 from tests.dsimg.train_cases import FAST, metrics, stop_after
 
@@ -161,3 +164,21 @@ cli.run(train.train, [*words, "--model", "tests.nets:with_batchnorm"])
     assert f"another process is in {out}; waiting 1 s for it to leave" in result.stdout
     assert "another process is writing the run" in result.stdout
     assert Run.open(out).file("weights").exists()
+
+
+def test_a_checkpoints_weights_start_another_run(
+    small_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The way out that a run which diverged is told of."""
+    stop_after(TrainConfig(data=str(small_folder), out=tmp_path / "run", ema=0.9, **FAST), 3)
+    path = checkpoints(tmp_path / "run" / "checkpoints")[0]
+    capsys.readouterr()
+    options = {**FAST, "lr": 0.0}
+    train(TrainConfig(data=str(small_folder), out=tmp_path / "child", weights=str(path), **options))
+    assert "head kept (the same classes)" in capsys.readouterr().out
+    trained = read_weights(tmp_path / "child" / "weights.safetensors")
+    for name, value in read_model(path).items():
+        if "running" not in name and "num_batches" not in name:
+            assert torch.equal(trained[name], value)
+    with pytest.raises(DsimgError, match=r"holds a tests\.nets:with_batchnorm, but --model is cifar_resnet20"):
+        train(TrainConfig(data=str(small_folder), out=tmp_path / "other", weights=str(path), model="cifar_resnet20"))
