@@ -55,6 +55,7 @@ def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typin
     # `python dsimg/train.py` puts dsimg/ first on the path, where its files could hide other packages'; a user's
     # own --model package.module:function is looked up where the command was given.
     sys.path[:] = [str(Path.cwd()), *(entry for entry in sys.path if entry not in (package, ""))]
+    _open_standard_streams()
     _context = Context(Terminal(rank=rank), None)
     code, text = 0, ""
     try:
@@ -73,6 +74,20 @@ def run(stage: Callable[[Any], Any], argv: Sequence[str] | None = None) -> typin
     except BaseException as error:
         code, text = _unexpected(error, _context)
     leave(code, text)
+
+
+def _open_standard_streams() -> None:
+    """Give the process the standard streams that it was started without (`>&-`, some schedulers)."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            handle = os.open(os.devnull, os.O_WRONLY)
+            if handle != number:
+                os.dup2(handle, number)
+                os.close(handle)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.dup(number), "w"))
 
 
 _leaving = threading.Lock()
@@ -94,7 +109,8 @@ def leave(code: int, text: str = "") -> typing.NoReturn:
         _unexpected(error, here)
     if here.chatter is not None:
         here.chatter.stop()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     # Not sys.exit: process groups and data workers of a rank that fails would wait for its peers.
     os._exit(code)
 

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -28,7 +28,7 @@ class Terminal:
 
     def __init__(self, *, rank: int = 0, stream: IO[str] | None = None) -> None:
         self.rank = rank
-        self._stream = stream or sys.stdout
+        self._stream = cast("IO[str]", _Steady(stream or sys.stdout))
         self._console = Console(file=self._stream, highlight=False, soft_wrap=not self._stream.isatty())
         self._live: Live | None = None
         self._last_plain = 0.0
@@ -95,6 +95,40 @@ class Terminal:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+class _Steady(io.TextIOBase):
+    """A stream to a reader that may go away (a pipe to `head`, a full disk): what it does not take is dropped.
+
+    A training of days must not end because nobody watches it any more.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream beneath."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        """Write what the reader takes."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what the reader takes."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person may be watching."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Of the stream beneath."""
+        return self._stream.fileno()
 
 
 class Chatter:

@@ -154,9 +154,9 @@ def read_index(path: Path) -> ImageFolder:
                 raise ValueError("more files than it announces")
         return ImageFolder(Path(head["root"]), tuple(head["classes"]), train, val, tuple(head["notes"]))
     except FileNotFoundError:
-        raise DataError(f"no index of images at {shown(path)}; list the folder again.") from None
+        raise DataError(f"there is no index of images at {shown(path)}.") from None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the index {shown(path)} is damaged ({error}); delete it and list the folder again.") from None
+        raise DataError(f"the index {shown(path)} is damaged ({error}).") from None
 
 
 def difference(old: ImageFolder, new: ImageFolder) -> str | None:

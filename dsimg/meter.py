@@ -30,9 +30,13 @@ class MetricsFile:
         self._waiting: list[str] = []
         self._evaluated: set[int] = set()
         if rank == 0:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+            try:
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+            except OSError as error:
+                raise RunError(f"cannot read {path}: {error.strerror}. Put it right, or remove it.") from error
             kept = [line for line in lines if _step_of(line) <= step]
-            self._evaluated = {json.loads(line)["step"] for line in kept if json.loads(line)["kind"] == "validation"}
+            records = [json.loads(line) for line in kept]
+            self._evaluated = {record["step"] for record in records if record.get("kind") == "validation"}
             write_atomically(path, "".join(f"{line}\n" for line in kept).encode("utf-8"))
 
     def was_evaluated(self, step: int) -> bool:

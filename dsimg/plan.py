@@ -17,7 +17,7 @@ from dsimg.cache import CachePlan, plan_cache, sample_sizes
 from dsimg.console import bytes_text, count_text
 from dsimg.digits import write_digits
 from dsimg.ds_config import DsConfig, StageDefaults, resolve_ds_config
-from dsimg.errors import ConfigError, DataError
+from dsimg.errors import ConfigError, DataError, RunError
 from dsimg.folder import ImageFolder, difference, find_images, find_leaks, read_index
 from dsimg.memory import estimate_rank_memory
 from dsimg.optimizers import OptimizerSpec
@@ -243,7 +243,13 @@ def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, li
         write_digits(root)
     folder = find_images(root, seed=config.seed, val_share=config.val_share)
     if index is not None:
-        kept = read_index(index)
+        try:
+            kept = read_index(index)
+        except DataError as error:
+            raise RunError(
+                f"{error} Without it, it cannot be known whether the images are the same. Copy it back; or start "
+                f"another run from this one's weights: --weights {index.parent / 'checkpoints'}/step_N."
+            ) from error
         changed = difference(kept, folder)
         if changed is not None:
             raise DataError(

@@ -141,11 +141,7 @@ class Run:
                     f"--out {path} and {other}, which the run reads, lie in one another. Choose another --out."
                 )
         if state != "new" and overwrite:
-            # Renamed first: a kill while it is removed must not leave half a run.
-            aside = path.with_name(f".{path.name}.overwritten")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            shutil.rmtree(aside)
+            _remove(path.resolve())
             state = "new"
         if state != "new":
             stored = _read_json(path / "config.json")
@@ -157,7 +153,7 @@ class Run:
                 )
             manifest = _read_json(path / "run.json") if state == "finished" else None
             return cls(path, manifest), state
-        path.mkdir(parents=True, exist_ok=True)
+        path.resolve().mkdir(parents=True, exist_ok=True)  # resolved: a link may lead to what is not there yet
         ancestry = [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents]
         write_json(path / "config.json", {"stage": stage, "parents": ancestry, **config})
         return cls(path, None), state
@@ -184,6 +180,8 @@ class Run:
             return "finished"
         if (path / "config.json").exists():
             return "unfinished"
+        if (path / "checkpoints").is_dir():
+            raise RunError(f"the run {path} has lost its config.json. Copy it back, or choose another --out.")
         if any(entry.name != "logs" and not entry.name.endswith(".tmp") for entry in path.iterdir()):
             raise RunError(f"--out {path} is a folder that holds something other than a run. Choose another --out.")
         return "new"
@@ -254,6 +252,22 @@ class Run:
         """The manifest's model block: arch, num_classes, classes, preprocess."""
         assert self.manifest is not None
         return dict(self.manifest["model"])
+
+
+def _remove(folder: Path) -> None:
+    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one."""
+    aside = folder.with_name(f".{folder.name}.overwritten")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        folder.rename(aside)
+    except OSError:  # a mount point stays where it is
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    else:
+        shutil.rmtree(aside)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Stages differ in what they plan and in the loss; what they make of the result is theirs.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -236,7 +237,11 @@ def _keep_bad_images(run: Run, bad: dict[str, str], world: World) -> int:
     if world.rank != 0 or not together:
         return len(together)
     lines = path.read_text().splitlines() if path.exists() else []
-    known = {entry["file"]: entry["reason"] for entry in map(json.loads, lines)}  # also by starts before this one
+    known: dict[str, str] = {}  # also by starts before this one
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that someone has damaged
+            entry = json.loads(line)
+            known[entry["file"]] = entry["reason"]
     fresh = sorted(together.keys() - known.keys())
     for file in fresh[:10]:
         cli.context().terminal.warn(f"cannot decode {file}: {together[file]}; another image of its class stands in")

@@ -8,6 +8,7 @@ of ranks and any ZeRO stage can read it.
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import defaultdict
@@ -92,8 +93,12 @@ def prepare_folder(folder: Path) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, newest first. Whether they are whole, `read_state` and `check_shards` say."""
-    return sorted((path for path in folder.glob("step_*") if path.is_dir()), reverse=True)
+    """Return the checkpoints in a folder, newest first. Whether they are whole, `read_state` and `check_shards` say.
+
+    Only names that a save gives: a copy that someone has put beside them is neither resumed from nor removed.
+    """
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name) and path.is_dir())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def latest_note(folder: Path) -> str | None:

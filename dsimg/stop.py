@@ -15,11 +15,11 @@ from typing import Any
 from dsimg.errors import ConfigError
 
 # Their order is what the ranks exchange.
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "stop_file", "max_hours", "launcher")
+REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "stop_file", "max_hours", "launcher")
 
 STOPPED = 75  # EX_TEMPFAIL: the same command resumes
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LOOK_S = 0.5  # between two looks at the stop file, the clock and the launcher
 _SAME_EVENT_S = 1.0  # torchrun and the terminal both deliver one Ctrl-C
 
@@ -67,7 +67,8 @@ class StopWatch:
             # rank that is gone. The descriptor is written to at once, whatever the main thread is at.
             self._former_wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             _watching = True
-            self._former = {signum: signal.signal(signum, _do_nothing) for signum in _SIGNALS}
+            ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()  # by nohup
+            self._former = {signum: signal.signal(signum, _do_nothing) for signum in _SIGNALS if signum not in ignored}
         self._thread = threading.Thread(target=self._watch, name="dsimg-stop", daemon=True)
         self._thread.start()
 

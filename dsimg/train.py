@@ -68,6 +68,8 @@ def train(config: TrainConfig) -> Run:
     def at_once(reason: str, code: int) -> None:
         if leaves:
             text = reason_text(reason, stop_file=config.stop_file, max_hours=config.max_hours)
+            if reason == "max_hours":  # the same command would never get further
+                cli.leave(2, f"error: {text} are over before the first step. Give more.")
             when = "before the first step" if code == STOPPED else "at once, asked twice"
             cli.leave(code, f"stopped by {text} {when}. The checkpoints are untouched; the same command goes on.")
 
@@ -150,7 +152,11 @@ def _at_exit(config: TrainConfig, world: World | None, code: int, text: str) -> 
             "DSIMG_RUN": str(config.run_path.resolve()),
             "DSIMG_MESSAGE": text,
         }
-        subprocess.run(config.on_exit, shell=True, env={**os.environ, **told}, check=False)
+        done = subprocess.run(config.on_exit, shell=True, env={**os.environ, **told}, check=False)
+        if done.returncode:
+            cli.context().terminal.warn(
+                f"--on_exit ended with exit code {done.returncode}; what it said is in the log of rank 0"
+            )
     if world is not None and code in (0, STOPPED) and threading.current_thread() is threading.main_thread():
         world.barrier()  # a launcher would kill rank 0 after the others' exit
 
@@ -166,6 +172,16 @@ def _run_state(path: Path, config: TrainConfig) -> State:
     if config.overwrite and not Run.was_begun_by(path, stage="train", config=_as_json(config), free=begun_so):
         return "new"
     return Run.begin(path, stage="train", config=_as_json(config), free=FREE)[1]
+
+
+def _check_that_none_is_lost(path: Path) -> None:
+    """Raise RunError where a run without checkpoints says that it had some: it is not begun anew in silence."""
+    metrics = path / "metrics.jsonl"
+    if metrics.is_file() and b'"kind": "checkpoint"' in metrics.read_bytes():
+        raise RunError(
+            f"the checkpoints of {path} are gone, though its metrics.jsonl records some. Copy them back, or start "
+            "anew with --overwrite."
+        )
 
 
 def _claim(path: Path) -> None:
@@ -188,6 +204,8 @@ def _claim(path: Path) -> None:
 
 def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, checkpoint: Path | None) -> None:
     """Make the run folder, or find it again, with what is known before the first step."""
+    if Run.state(path) != "new":
+        hold_lock(path)  # it may have come since, and --overwrite removes it
     weights = [Path(config.weights)] if config.weights is not None and Path(config.weights).exists() else []
     parents = [Run.open(path) for path in weights if (path / "run.json").exists() and checkpoint is None]
     Run.begin(
@@ -210,7 +228,11 @@ def _begin(path: Path, config: TrainConfig, setup: TrainPlan, *, checkpoint: Pat
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
-    return {key: str(value) if isinstance(value, Path) else value for key, value in dataclasses.asdict(config).items()}
+    """Return the config as `config.json` keeps it; the data's path in one form, however it was given."""
+    values = dataclasses.asdict(config)
+    if config.data != "digits":
+        values["data"] = os.path.abspath(config.data)  # noqa: PTH100 - links stay as they are
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
 
 
 def _train(
@@ -231,6 +253,8 @@ def _train(
     # Before a damaged checkpoint is set aside, or --overwrite removes what another process may be writing.
     world.on_rank_zero(lambda: _claim(path) if Run.state(path) != "new" else None)
     chosen = None if config.overwrite else choose_checkpoint(path / "checkpoints", world, terminal)
+    if chosen is None and not config.overwrite:
+        world.on_rank_zero(lambda: _check_that_none_is_lost(path))
     saved, state = chosen or (None, {})
     setup = plan_training(
         config,
@@ -255,7 +279,10 @@ def _train(
     terminal.table("plan", setup.rows)
     world.on_rank_zero(lambda: _begin(path, config, setup, checkpoint=saved))
     if context.chatter is not None:
-        context.chatter.move_to(path / "logs" / f"rank_{world.rank}.log")
+        try:
+            context.chatter.move_to(path / "logs" / f"rank_{world.rank}.log")
+        except OSError as error:
+            raise RunError(f"cannot write a log in {path / 'logs'}: {error.strerror}. Make room for it.") from error
     run = Run(path, None)
     trained = fit_run(
         run,

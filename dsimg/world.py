@@ -49,7 +49,10 @@ class World:
                 holder = [error]
             except OSError as error:
                 holder = [
-                    RunError(f"{error.filename or 'a file'}: {error.strerror}. Mend that and give the command again.")
+                    RunError(
+                        f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}. Mend that and "
+                        "give the command again."
+                    )
                 ]
         if self.size > 1:
             dist.broadcast_object_list(holder, src=0, device=self.device)

@@ -2,11 +2,14 @@
 
 import io
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from dsimg.console import Chatter, Terminal, bytes_text, count_text, duration_text
+from tests.conftest import ROOT
 
 
 def test_only_rank_zero_speaks() -> None:
@@ -74,3 +77,25 @@ def test_numbers_are_written_for_people() -> None:
         "4.11 G",
     ]
     assert [duration_text(s) for s in (5, 65, 7384)] == ["0:05", "1:05", "2:03:04"]
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    code = "from dsimg.console import Terminal\nt = Terminal()\nfor n in range(20000): t.say('line')\nopen('end', 'w')"
+    words = f'{sys.executable} -c "{code}" | head -1'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(["bash", "-c", words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert answer.stdout == "line\n"
+    assert (tmp_path / "end").exists()
+
+
+def test_a_command_without_standard_streams_runs(tmp_path: Path) -> None:
+    code = (
+        "from dsimg import cli\nfrom tests.dsimg.test_cli import ToyConfig\nimport pathlib\n"
+        "def toy(config: ToyConfig) -> None: pathlib.Path('end').touch()\n"
+        "cli.run(toy, [])"
+    )
+    (tmp_path / "toy.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = f"{sys.executable} toy.py >&- 2>&-"
+    assert subprocess.run(["bash", "-c", words], cwd=tmp_path, env=environment, check=False).returncode == 0
+    assert (tmp_path / "end").exists()

@@ -59,7 +59,7 @@ def test_only_the_same_signal_after_a_second_stops_at_once() -> None:
         assert watch.reason == "SIGTERM"
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_first_request_stops_at_once_while_there_is_nothing_to_save(name: str) -> None:
     calls: Calls = []
     with closing(watch_into(calls)) as watch:
@@ -129,12 +129,25 @@ def test_a_stop_file_that_is_there_at_the_start_is_refused(tmp_path: Path) -> No
         check_stop_file(tmp_path / "stop")
 
 
+def test_what_nohup_ignores_stays_ignored() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with closing(watch_into([])) as watch:
+            kill_self(signal.SIGHUP)
+            time.sleep(0.1)
+            assert watch.reason is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
 def test_reasons_are_told_in_the_users_words() -> None:
     texts = [reason_text(reason, stop_file=Path("runs/stop"), max_hours=0.5) for reason in REASONS]
     assert texts == [
         "SIGTERM",
         "SIGINT",
         "SIGUSR1",
+        "SIGHUP",
         "the stop file runs/stop",
         "--max_hours 0.5",
         "the end of its launcher",

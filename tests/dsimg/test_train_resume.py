@@ -182,3 +182,67 @@ def test_a_checkpoints_weights_start_another_run(
             assert torch.equal(trained[name], value)
     with pytest.raises(DsimgError, match=r"holds a tests\.nets:with_batchnorm, but --model is cifar_resnet20"):
         train(TrainConfig(data=str(small_folder), out=tmp_path / "other", weights=str(path), model="cifar_resnet20"))
+
+
+def test_a_copy_beside_the_checkpoints_is_left_alone(small_folder: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", keep_checkpoints=1, **FAST)
+    stop_after(config, 1)
+    folder = tmp_path / "run" / "checkpoints"
+    for name in ("step_best", "step_00000001.bak"):
+        shutil.copytree(folder / "step_00000001", folder / name)
+    stop_after(config, 2)
+    assert {path.name for path in folder.iterdir()} == {"step_00000003", "step_best", "step_00000001.bak", "latest"}
+    assert checkpoints(folder) == [folder / "step_00000003"]
+
+
+def test_lost_checkpoints_are_not_begun_anew_in_silence(small_folder: Path, tmp_path: Path) -> None:
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", **{**FAST, "epochs": 4})
+    stop_after(config, 5)
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(DsimgError, match=r"the checkpoints of .* are gone, though its metrics.jsonl records some"):
+        train(config)
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "index.jsonl.gz").unlink()
+    with pytest.raises(DsimgError, match=r"there is no index .*--weights .*checkpoints/step_N"):
+        train(config)
+
+
+def test_overwrite_leaves_links_and_mount_points_in_place(
+    small_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, link = tmp_path / "disk" / "run", tmp_path / "run"
+    link.symlink_to(real)
+    real.parent.mkdir()
+    config = TrainConfig(data=str(small_folder), out=link, overwrite=True, **FAST)
+    train(config)
+    train(config)
+    assert link.is_symlink()
+    assert Run.open(real).file("weights").exists()
+
+    def busy(self: Path, target: Path) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", busy)
+        Run.begin(real, stage="train", config={}, overwrite=True)
+    assert {path.name for path in real.iterdir()} == {"config.json"}
+
+
+def test_the_datas_path_may_be_written_in_another_way(small_folder: Path, tmp_path: Path) -> None:
+    options = {**FAST, "out": tmp_path / "run"}
+    stop_after(TrainConfig(data=str(small_folder), **options), 3)
+    train(TrainConfig(data=f"{small_folder}/../{small_folder.name}/", **options))
+    assert Run.open(tmp_path / "run").file("weights").exists()
+
+
+def test_damaged_lines_in_a_runs_files_do_no_harm(small_folder: Path, tmp_path: Path) -> None:
+    (small_folder / "train" / "ant" / "page.png").write_bytes(b"<html>404</html>")
+    config = TrainConfig(data=str(small_folder), out=tmp_path / "run", max_bad_images=0.1, **FAST)
+    stop_after(config, 3)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 1}\n')
+    with (tmp_path / "run" / "bad_images.jsonl").open("a") as stream:
+        stream.write('{"file": "half')
+    train(config)
+    listed = [json.loads(line)["file"] for line in (tmp_path / "run" / "bad_images.jsonl").read_text().splitlines()]
+    assert listed == ["ant/page.png"]
