@@ -73,6 +73,16 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+# Read once, while there is one thread: it can only be read by being set.
+_UMASK = os.umask(0o077)
+os.umask(_UMASK)
+
+
+def give_usual_rights(path: Path) -> None:
+    """Let others read a file as they may any that Python writes: safetensors makes its files the owner's alone."""
+    path.chmod(0o666 & ~_UMASK)
+
+
 _locks: list[int] = []  # descriptors that are kept open until the process ends, however it ends
 
 

@@ -60,7 +60,7 @@ FREE = (
 def train(config: TrainConfig) -> Run:
     """Train an image classifier with DeepSpeed, on any number of ranks, into a run folder.
 
-    Raises StopRequested when it was asked to stop and has saved, which is exit code 75 of the command.
+    Asked to stop, it saves and ends with exit code 75 (in Python: StopRequested); the same command goes on.
     """
     context = cli.context()
     leaves = context.chatter is not None  # a command ends its process; a call from Python gets exceptions

@@ -69,6 +69,8 @@ def test_the_newest_stay_and_the_same_step_is_not_saved_twice(tmp_path: Path) ->
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000003", "step_00000002"]
     assert (tmp_path / "latest").read_text() == "step_00000003\n"
     assert saver.saves == 3
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "step_00000003").iterdir()}
+    assert len(modes) == 1  # safetensors alone would leave the shard to its owner
     assert {path.name for path in tmp_path.iterdir()} == {"step_00000003", "step_00000002", "latest"}
 
 
