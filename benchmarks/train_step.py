@@ -223,7 +223,9 @@ class WholeLoop:
         control = self.control_type(
             self.engine,
             start=start,
-            limits=Limits(save_minutes=10**6, max_steps=None, grace_seconds=30, bad_images=0),
+            limits=Limits(
+                save_minutes=10**6, max_steps=None, max_hours=None, stop_file=None, grace_seconds=30, bad_images=0
+            ),
             meter=meter,
             health=Health(self.engine, max_skipped=20),
             saver=self.saver,
@@ -233,7 +235,6 @@ class WholeLoop:
             divergence_file=self.folder / "divergence.json",
             stop=self.stop,
             watch=self.watch,
-            stop_text=str,
             terminal=self.terminal,
         )
         loop.fit(

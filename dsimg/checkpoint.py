@@ -81,11 +81,8 @@ class Saver:
         if state["step"] == self.saved_step:
             return
         begun = time.perf_counter()
-        world = self._engine.world
         self._state = {
             **state,
-            "world": world.size,
-            "zero_stage": self._engine.zero_stage,
             "scalars": _scalars(self._engine),
             "optimizer_counters": self._engine.optimizer_counters(),
             "tensors": self._engine.layout(),
@@ -216,7 +213,7 @@ def load_checkpoint(path: Path, state: Mapping[str, Any], engine: Engine) -> Non
         engine.load_frozen(lambda target, name: pieces.fill(target, WEIGHT, name, start=0))
         # Within an epoch BatchNorm's statistics are each rank's own.
         world = engine.world
-        stored = pieces.buffers(world.rank if state["world"] == world.size else None)
+        stored = pieces.buffers(world.rank if len(state["shards"]) == world.size else None)
         for name, buffer in engine.buffers().items():
             if name in stored:
                 buffer.copy_(stored[name].view_as(buffer))

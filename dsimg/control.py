@@ -21,7 +21,7 @@ from dsimg.engine import Engine, StepInfo
 from dsimg.errors import RunError, StopRequested
 from dsimg.health import DRIFT_STEPS, Health
 from dsimg.meter import Meter
-from dsimg.stop import REASONS, StopWatch
+from dsimg.stop import REASONS, StopWatch, reason_text
 from dsimg.watch import EVALUATING, RankWatch
 
 SAVING = "saving"  # how long that takes depends on the disk: it is no hang
@@ -42,6 +42,8 @@ class Limits:
 
     save_minutes: float
     max_steps: int | None
+    max_hours: float | None
+    stop_file: Path | None
     grace_seconds: float
     bad_images: int
 
@@ -86,7 +88,6 @@ class Control:
         divergence_file: Path,
         stop: StopWatch,
         watch: RankWatch | None,
-        stop_text: Callable[[str], str],
         terminal: Terminal,
     ) -> None:
         """`state` returns what a checkpoint of a position holds, as JSON. `too_many_bad_images` counts those of all
@@ -95,11 +96,10 @@ class Control:
         self._meter, self._health, self._saver, self._state = meter, health, saver, state
         self._count_bad_images, self._too_many_bad_images = count_bad_images, too_many_bad_images
         self._divergence_file = divergence_file
-        self._stop, self._watch, self._stop_text, self._terminal = stop, watch, stop_text, terminal
+        self._stop, self._watch, self._terminal = stop, watch, terminal
         self._asked: str | None = None
         self._save_due = False
         self._pending: _Pending | None = None
-        self._last = start
         self._saved_at = time.monotonic()
         self._tried = self._told_cost = self._warned = False
         self._step_seconds, self._step_begun = 0.0, time.perf_counter()
@@ -139,14 +139,12 @@ class Control:
             self._asked = self._asked or "max_steps"
         if last or first or self._save_due or self._asked:
             self._settle()
-        if position.step % DRIFT_STEPS == 0:
+        if not last and (first or self._save_due or self._asked):
+            self._save(position)
+        elif not last and position.step % DRIFT_STEPS == 0:
             self._health.check_drift(position.step)
-        if not last:
-            if first or self._save_due or self._asked:
-                self.at(position, SAVING)
-                self._save(position)
-            if self._asked:
-                self._leave(position)
+        if not last and self._asked:
+            self._leave(position)
         self._step_begun = time.perf_counter()
 
     def _settle(self) -> None:
@@ -165,7 +163,8 @@ class Control:
         if self._health.skipped_too_often(step.info):
             with contextlib.suppress(RunError):  # a full disk must not hide what happened
                 self._finish_save(position)
-            kept = f"{self._kept_text()} stays."
+            saved = self._saver.saved_step
+            kept = "There is no checkpoint." if saved is None else f"The checkpoint of step {saved} stays."
             raise self._health.divergence(position.step, step.again, self._divergence_file, kept=kept)
         self._save_due = told.save
         self._asked = self._asked or told.stop
@@ -176,10 +175,8 @@ class Control:
 
     def end_of_epoch(self, position: Position) -> None:
         """Save at an epoch's end, whose `position` has `epoch_step` 0; stop when asked."""
-        self.at(position, SAVING)
         self._engine.pool_batchnorm()
         self._save(position)
-        self._last = position
         if self._asked:
             self._leave(position)
 
@@ -194,10 +191,10 @@ class Control:
             if self._asked:
                 self._leave(position)
 
-    def end(self) -> None:
+    def end(self, position: Position) -> None:
         """The last epoch is done: have its checkpoint on the disk before the run's files are written."""
-        self.at(self._last, SAVING)
-        self._finish_save(self._last)
+        self.at(position, SAVING)
+        self._finish_save(position)
 
     def _exchange(self, loss: Tensor) -> Callable[[], Tensor]:
         """Start to tell the other ranks what this one knows."""
@@ -217,6 +214,7 @@ class Control:
     def _save(self, position: Position) -> None:
         """Start to save, after the weights that should be equal on all ranks were compared."""
         begun = time.perf_counter()
+        self.at(position, SAVING)
         self._finish_save(position)
         self._health.check_drift(position.step)
         self._saver.begin(self._state(position))
@@ -252,10 +250,6 @@ class Control:
                 "earlier (--max_hours, --stop_file), or save more often (--save_minutes)."
             )
 
-    def _kept_text(self) -> str:
-        step = self._saver.saved_step
-        return "No checkpoint" if step is None else f"The checkpoint of step {step}"
-
     def _leave(self, position: Position) -> None:
         assert self._asked is not None
         self._finish_save(position)
@@ -263,5 +257,8 @@ class Control:
         where = f"saved at step {saved}" if saved is not None else "nothing was saved"
         if saved is not None and saved != position.step:
             where = f"the last checkpoint is that of step {saved}"
-        why = f"--max_steps {self._limits.max_steps}" if self._asked == "max_steps" else self._stop_text(self._asked)
+        limits = self._limits
+        why = reason_text(self._asked, stop_file=limits.stop_file, max_hours=limits.max_hours)
+        if self._asked == "max_steps":
+            why = f"--max_steps {limits.max_steps}"
         raise StopRequested(f"stopped by {why} after step {position.step}; {where}. The same command goes on from it.")

@@ -123,7 +123,7 @@ def fit(
         position = Position(epoch=epoch + 1, step=position.step)
         control.end_of_epoch(position)
         evaluate(position)
-    control.end()
+    control.end(position)
 
 
 def _seed_random(seed: int, step: int, rank: int) -> None:

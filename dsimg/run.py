@@ -78,9 +78,12 @@ _UMASK = os.umask(0o077)
 os.umask(_UMASK)
 
 
-def give_usual_rights(path: Path) -> None:
-    """Let others read a file as they may any that Python writes: safetensors makes its files the owner's alone."""
+def sync_file(path: Path) -> None:
+    """Make a file that a library wrote last through a power cut, with the rights of any that Python writes: safetensors
+    makes its files the owner's alone. Raises OSError."""
     path.chmod(0o666 & ~_UMASK)
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 _locks: list[int] = []  # descriptors that are kept open until the process ends, however it ends

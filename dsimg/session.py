@@ -24,7 +24,7 @@ from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import TrainPlan, json_lr
 from dsimg.recipe import TrainConfig
 from dsimg.run import Run, write_atomically
-from dsimg.stop import StopWatch, reason_text
+from dsimg.stop import StopWatch
 from dsimg.watch import RankWatch
 from dsimg.workers import decoding_workers
 from dsimg.world import World
@@ -160,6 +160,8 @@ def fit_run(
         limits=Limits(
             save_minutes=config.save_minutes,
             max_steps=config.max_steps,
+            max_hours=config.max_hours,
+            stop_file=config.stop_file,
             grace_seconds=config.grace_seconds,
             bad_images=bad_image_limit,
         ),
@@ -173,7 +175,6 @@ def fit_run(
         divergence_file=path / DIVERGENCE,
         stop=stop,
         watch=watch,
-        stop_text=lambda reason: reason_text(reason, stop_file=config.stop_file, max_hours=config.max_hours),
         terminal=terminal,
     )
     result: loop.Evaluation | None = None

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsimg.errors import RunError
-from dsimg.run import Run, give_usual_rights, sha256, sync_folder, write_atomically, write_json
+from dsimg.run import Run, sha256, sync_file, sync_folder, write_atomically, write_json
 
 WEIGHT, EMA, BUFFER = "weight", "ema", "buffer"
 SCHEMA = 1
@@ -42,10 +42,9 @@ def write_shard(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     Raises OSError or SafetensorError where the disk refuses, or gives back something else.
     """
     save_file(dict(tensors), path)
-    give_usual_rights(path)
-    with path.open("rb") as stream:
-        os.fsync(stream.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that what is read below comes from the disk, where that is possible
+    sync_file(path)
+    if hasattr(os, "posix_fadvise"):  # so that what is read below comes from the disk, where that is possible
+        with path.open("rb") as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with safe_open(path, "pt") as shard:
         for key, tensor in tensors.items():

@@ -19,7 +19,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 
 from dsimg.errors import ModelError
 from dsimg.models import build_timm, first_line, head_names, looks_like_file, published_weights
-from dsimg.run import Run, give_usual_rights, sync_folder
+from dsimg.run import Run, sync_file, sync_folder
 from dsimg.shards import is_checkpoint, read_model, saved_model
 
 # Where checkpoints keep their state dict, best first: torchvision's references, timm, Lightning, DeepSpeed.
@@ -133,9 +133,7 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
-        give_usual_rights(temporary)
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
+        sync_file(temporary)
         temporary.replace(path)
         sync_folder(path.parent)
     except (OSError, SafetensorError) as error:

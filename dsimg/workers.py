@@ -115,7 +115,7 @@ def _start_worker(_: int) -> None:
             os._exit(128 + signal.SIGTERM)
         first = min(first, now)
 
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end_if_again)
 

@@ -36,18 +36,27 @@ def without_batchnorm(num_classes: int) -> nn.Module:
     return Tiny(num_classes=num_classes, norm=False)
 
 
-class Poisoned(nn.Module):
-    """A network that gives NaN on its third training forward."""
+class Counting(nn.Module):
+    """A network that counts its training forwards, for others to go wrong in one."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, *, norm: bool = True) -> None:
         super().__init__()
-        self.body = Tiny(num_classes=num_classes, norm=True)
+        self.body = Tiny(num_classes=num_classes, norm=norm)
         self.forwards = 0
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
         self.forwards += self.training and images.device.type != "meta"
         logits: Tensor = self.body(images)
+        return logits
+
+
+class Poisoned(Counting):
+    """A network that gives NaN on its third training forward."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
+        logits = super().forward(images)
         return logits * float("nan") if self.training and self.forwards == 3 else logits
 
 
@@ -111,37 +120,28 @@ class Aliased(nn.Module):
 aliased = Aliased
 
 
-class Lost(nn.Module):
+class Lost(Counting):
     """A network whose last layer gives infinity on rank 1, or on a single rank, from its fourth training forward on."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.body = Tiny(num_classes=num_classes, norm=True)
-        self.forwards = 0
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
-        self.forwards += self.training and images.device.type != "meta"
-        logits: Tensor = self.body(images)
+        logits = super().forward(images)
         here = os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
         return logits * float("inf") if self.training and here and self.forwards >= 4 else logits
 
 
-class Drifting(nn.Module):
-    """A network that changes a weight of its own on rank 1 in its third training forward."""
+class Drifting(Counting):
+    """A network that changes a weight of its own on rank 1 after its third training forward."""
 
     def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.body = Tiny(num_classes=num_classes, norm=False)
-        self.forwards = 0
+        super().__init__(num_classes, norm=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """images: (N, 3, 32, 32) -> logits (N, num_classes)."""
-        self.forwards += self.training and images.device.type != "meta"
+        logits = super().forward(images)
         if self.training and self.forwards == 3 and os.environ["RANK"] == "1":
             with torch.no_grad():
-                self.body[3].weight.view(-1)[5] += 1e-6
-        logits: Tensor = self.body(images)
+                self.body[3].weight.data.view(-1)[5] += 1e-6
         return logits
 
 

@@ -9,12 +9,11 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import nn
 
-from dsimg import checkpoint, models
+from dsimg import checkpoint
 from dsimg.checkpoint import Saver, choose_checkpoint, load_checkpoint, set_aside_newer
 from dsimg.console import Terminal
 from dsimg.engine import Engine
 from dsimg.errors import RunError
-from dsimg.optimizers import OptimizerSpec
 from dsimg.shards import checkpoints, read_model, read_state
 from dsimg.world import start_world
 from tests import nets
@@ -145,26 +144,16 @@ def test_the_newest_that_is_whole_is_chosen(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_frozen_weights_are_in_a_checkpoint(tmp_path: Path, stage: int) -> None:
     """They may have come from --weights, which a resumed run does not read again."""
-    world = start_world()
 
-    def engine_of(seed: int) -> Engine:
-        torch.manual_seed(seed)
-        model = nets.Tiny(num_classes=3, norm=False)
+    def half_frozen(num_classes: int) -> nn.Module:
+        model = nets.Tiny(num_classes=num_classes, norm=False)
         model[0].requires_grad_(False)
-        config = {
-            "train_batch_size": 8,
-            "train_micro_batch_size_per_gpu": 8,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage},
-        }
-        groups = models.parameter_groups(model, 0.0)
-        return Engine(model, config=config, groups=groups, optimizer=OptimizerSpec(name="adamw"), lr=0.1, world=world)
+        return model
 
-    engine = engine_of(0)
+    engine = engine_of_precision(stage, make=half_frozen)
     expected = engine.full_state()
     path = save_now(tmp_path, engine, step=1)
-    other = engine_of(1)
+    other = engine_of_precision(stage, make=half_frozen, seed=1)
     assert not torch.equal(other.full_state()["0.weight"], expected["0.weight"])
     load_checkpoint(path, read_state(path), other)
     assert all(torch.equal(value, expected[name]) for name, value in other.full_state().items())

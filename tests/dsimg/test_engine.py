@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ def make_engine(
     optimizer: str = "sgd",
     accumulate: int = 1,
     ema: float = 0.0,
+    make: Callable[[int], nn.Module] = nets.without_batchnorm,
+    seed: int = 0,
 ) -> Engine:
-    torch.manual_seed(0)
-    model = nets.without_batchnorm(3)
+    torch.manual_seed(seed)
+    model = make(3)
     config = {
         "train_batch_size": 8 * accumulate,
         "train_micro_batch_size_per_gpu": 8,
@@ -237,20 +240,7 @@ def test_two_ranks_agree_with_one(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_skipped_step_leaves_batchnorms_statistics_alone(stage: int) -> None:
     """One batch with NaN in it would make them NaN for good, and every evaluation with them."""
-    torch.manual_seed(0)
-    model = nets.with_batchnorm(3)
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    groups = models.parameter_groups(model, 0.0)
-    spec = OptimizerSpec(name="sgd")
-    engine = Engine(model, config=config, groups=groups, optimizer=spec, lr=0.1, world=start_world(), ema_decay=0.5)
-    engine.train()
+    engine = make_engine(stage, ema=0.5, make=nets.with_batchnorm)
     one_step(engine)
     before = {name: buffer.clone() for name, buffer in engine.buffers().items() if "running" in name}
     images, labels = batch()
@@ -265,18 +255,7 @@ def test_a_skipped_step_leaves_batchnorms_statistics_alone(stage: int) -> None:
 
 
 def test_ema_averages_batchnorm_statistics_too() -> None:
-    torch.manual_seed(0)
-    model = nets.with_batchnorm(3)
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-    }
-    groups = models.parameter_groups(model, 0.0)
-    spec = OptimizerSpec(name="sgd")
-    engine = Engine(model, config=config, groups=groups, optimizer=spec, lr=0.1, world=start_world(), ema_decay=0.9)
-    engine.train()
+    engine = make_engine(0, ema=0.9, make=nets.with_batchnorm)
     average = torch.zeros(8)
     for step in range(1, 4):
         one_step(engine, seed=step)

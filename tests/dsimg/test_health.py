@@ -1,4 +1,4 @@
-"""What is counted and judged step by step; what it does to a run is in test_train_stop.py."""
+"""What is counted and judged step by step; what it does to a run is in test_control.py."""
 
 import math
 

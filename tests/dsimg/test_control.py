@@ -1,4 +1,4 @@
-"""Runs that end early: asked to, or because training, the disk or a rank has gone wrong."""
+"""What ends a run early, through the train stage: asked to, or because training, the disk or a rank has gone wrong."""
 
 import json
 import os
