@@ -20,7 +20,7 @@ from dsimg.folder import Split, find_labelled, read_index
 from dsimg.forward import inference_forward
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
-from dsimg.weights import read_weights, restore_weights
+from dsimg.weights import open_network
 from dsimg.workers import decoding_workers
 from dsimg.world import World, bf16_is_fast, start_world
 
@@ -61,8 +61,7 @@ def evaluate(config: EvaluateConfig) -> loop.Evaluation | None:
     world = start_world()
     terminal = cli.context().terminal
     split, notes = world.on_rank_zero(lambda: _find_split(run, config.data, classes))
-    model = models.build_model(described["arch"], num_classes=len(classes), input_size=preprocess.input_size[1])
-    restore_weights(model, read_weights(run.file("weights")), source=str(run.path))
+    model = open_network(run)
     out = config.out or run.path / "evaluations" / _name(config.data)
     world.on_rank_zero(lambda: _make_folder(out))
     resolved, precision = _resolve(settings, model, world, config)

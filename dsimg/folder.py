@@ -47,6 +47,11 @@ class Split:
     files: tuple[str, ...]  # relative to `folder`; a name that is not UTF-8 holds surrogates, as from os.fsdecode
     labels: NDArray[np.int64]  # (len(files),)
 
+    def digest(self) -> str:
+        """Return a hash of the names and labels, by which another process knows the same images."""
+        names = "\0".join(self.files).encode("utf-8", "surrogateescape")
+        return hashlib.sha256(names + self.labels.tobytes()).hexdigest()
+
 
 @dataclass(frozen=True, eq=False)
 class ImageFolder:

@@ -13,15 +13,18 @@ import deepspeed  # after dsimg.world, which tells it the device
 from deepspeed.runtime import torch_autocast
 
 
-def inference_forward(model: nn.Module, *, config: Mapping[str, Any] | None, world: World) -> Callable[[Tensor], Any]:
+def inference_forward(
+    model: nn.Module, *, config: Mapping[str, Any] | None, world: World, dtype: torch.dtype = torch.float32
+) -> Callable[[Tensor], Any]:
     """Return the network's forward in evaluation mode: normalised images (N, 3, H, W) -> outputs in fp32.
 
     With a resolved DeepSpeed JSON the network runs in its precision, sharded over the ranks at ZeRO-3; stages 1 and 2
-    shard nothing that inference has. Without one, every rank holds the whole network in fp32.
+    shard nothing that inference has. Without one, every rank holds the whole network in `dtype`.
     """
     model = model.to(world.device).eval()
     if config is None:
-        return lambda images: to_float(model(images))
+        model.to(dtype)
+        return lambda images: to_float(model(images.to(dtype)))
     zero = dict(config.get("zero_optimization", {}))
     if int(zero.get("stage", 0)) in (1, 2):
         zero = {"stage": 0}

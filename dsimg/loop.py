@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dsimg import augment, data, metrics
@@ -18,9 +19,9 @@ from dsimg.control import Control, Position
 from dsimg.engine import Engine
 from dsimg.errors import DataError
 from dsimg.folder import Split
-from dsimg.losses import cross_entropy
+from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter
-from dsimg.models import primary_logits
+from dsimg.models import primary_logits, split_outputs
 from dsimg.preprocess import Preprocess
 from dsimg.run import write_atomically, write_json
 from dsimg.schedule import Schedule
@@ -30,15 +31,41 @@ from dsimg.world import World
 
 @dataclass(frozen=True)
 class Targets:
-    """What a batch (N,) should be classified as; mixed images are `lam` (N,) of `labels`, the rest of `partners`."""
+    """What a batch (N,) should be classified as, and which views of which samples it holds.
+
+    Mixed images are `lam` (N,) of `labels`, the rest of `partners`. A view is a function of (seed, epoch, sample).
+    """
 
     labels: Tensor
     partners: Tensor | None
     lam: Tensor | None
+    weights: Tensor  # (N,) 0 for what only fills the batch up
+    ids: NDArray[np.int64]  # (N,) samples
+    epoch: int
 
 
 # (the network's output, the images it saw (N, 3, H, W), the targets) -> the loss of each sample (N,)
 Loss = Callable[[Any, Tensor, Targets], Tensor]
+
+
+def classification_loss(label_smoothing: float) -> Loss:
+    """Return cross-entropy over the network's logits, and its auxiliary logits where it has them."""
+
+    def loss(output: Any, images: Tensor, targets: Targets) -> Tensor:
+        def one(logits: Tensor) -> Tensor:
+            if targets.partners is None or targets.lam is None:
+                return cross_entropy(logits, targets.labels, label_smoothing=label_smoothing)
+            return mixed_cross_entropy(
+                logits, targets.labels, targets.partners, targets.lam, label_smoothing=label_smoothing
+            )
+
+        logits, auxiliary = split_outputs(output)
+        total = one(logits)
+        for logits, weight in auxiliary:
+            total = total + weight * one(logits)
+        return total
+
+    return loss
 
 
 def fit(
@@ -67,11 +94,11 @@ def fit(
     def backward(batch: data.Batch, epoch: int) -> Tensor:
         """Run one micro-batch forward and backward; return its weighted loss, a scalar on the device."""
         images = data.to_input(batch.images, preprocess, device)
-        targets = Targets(batch.labels.to(device, non_blocking=True), None, None)
+        labels, partners, lam = batch.labels.to(device, non_blocking=True), None, None
         if mixup > 0 or cutmix > 0:
             images, partners, lam = augment.mix(
                 images,
-                targets.labels,
+                labels,
                 batch.ids,
                 batch.partner,
                 seed=seed,
@@ -79,9 +106,10 @@ def fit(
                 mixup=mixup,
                 cutmix=cutmix,
             )
-            targets = Targets(targets.labels, partners, lam)
+        weights = batch.weights.to(device, non_blocking=True)
+        targets = Targets(labels, partners, lam, weights, batch.ids, epoch)
         losses = loss(engine.forward(images), images, targets)
-        weighted = (losses * batch.weights.to(device, non_blocking=True)).sum()
+        weighted = (losses * weights).sum()
         # Times 1, or NaN where it is not finite: then no gradient is, and the step is skipped on every rank.
         engine.backward(weighted * (1 + 0 * weighted.detach()), boundary=batch.boundary)
         return weighted.detach()
@@ -241,13 +269,10 @@ def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str
 def result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the result table: accuracy with its 95 % interval, loss, images."""
 
-    def accuracy(entry: dict[str, Any]) -> str:
-        low, high = entry["interval"]
-        return f"{entry['value']:.2%}  (95 % interval {low:.2%} to {high:.2%})"
-
-    rows = [("images", f"{report['images']}, {report['correct']} right"), ("Top-1", accuracy(report["top1"]))]
+    rows = [("images", f"{report['images']}, {report['correct']} right")]
+    rows.append(("Top-1", metrics.accuracy_text(report["top1"])))
     if report["top5"] is not None:
-        rows.append(("Top-5", accuracy(report["top5"])))
+        rows.append(("Top-5", metrics.accuracy_text(report["top5"])))
     rows.append(("loss", "not finite" if report["loss"] is None else f"{report['loss']:.4f}"))
     if report["not_finite"]:
         rows.append(("no prediction", f"{report['not_finite']} images gave NaN or infinity; counted as wrong"))

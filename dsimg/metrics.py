@@ -5,7 +5,7 @@ right, and the report counts it under `not_finite`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +104,47 @@ def evaluation_report(*, labels: IntArray, top: IntArray, losses: FloatArray, cl
         ],
         "confusion": confusion,
     }
+
+
+def mcnemar(ours: npt.NDArray[np.bool_], theirs: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Return McNemar's exact test of two classifiers on the same images; ours, theirs: (N,) whether each was right.
+
+    - gained, lost: images that only ours, only theirs got right. p_value: how likely so uneven a split is when both are
+      equally good, two-sided, from the binomial distribution (McNemar 1947, doi 10.1007/BF02295996).
+    - difference, interval: ours - theirs in accuracy, with Wald's interval at 95 % for paired shares.
+    """
+    assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
+    gained, lost, n = int((ours & ~theirs).sum()), int((theirs & ~ours).sum()), len(ours)
+    both = gained + lost
+    # In logarithms: 2^both is too large for a float from 1024 on.
+    tail = [
+        math.lgamma(both + 1) - math.lgamma(k + 1) - math.lgamma(both - k + 1) for k in range(min(gained, lost) + 1)
+    ]
+    p_value = min(1.0, 2 * sum(math.exp(one - both * math.log(2)) for one in tail))
+    difference = (gained - lost) / n if n else 0.0
+    half = 1.959964 * math.sqrt(max(both - (gained - lost) ** 2 / n, 0.0)) / n if n else 1.0
+    return {
+        "gained": gained,
+        "lost": lost,
+        "p_value": p_value,
+        "difference": difference,
+        "interval": [difference - half, difference + half],
+    }
+
+
+def accuracy_text(share: Mapping[str, Any]) -> str:
+    """Return a report's share in words: '87.08%  (95 % interval 86.41% to 87.72%)'."""
+    low, high = share["interval"]
+    return f"{share['value']:.2%}  (95 % interval {low:.2%} to {high:.2%})"
+
+
+def compared_text(test: Mapping[str, Any]) -> str:
+    """Return McNemar's test in words: the difference, its interval and how sure it is."""
+    low, high = test["interval"]
+    return (
+        f"{100 * test['difference']:+.2f} points ({100 * low:+.2f} to {100 * high:+.2f}): {test['gained']} images won, "
+        f"{test['lost']} lost; McNemar p = {test['p_value']:.2g}"
+    )
 
 
 def _share(successes: int, n: int) -> dict[str, Any]:

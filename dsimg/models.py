@@ -309,7 +309,7 @@ def _probe(model: nn.Module, size: int, *, device: str | None) -> torch.Size:
     """Return the shape of the logits for two images; runs in train mode too, for auxiliary heads."""
     shape = torch.Size()
     for training in (True, False):
-        shape = primary_logits(_dry_forward(model, (2, 3, size, size), device=device, training=training)).shape
+        shape = primary_logits(dry_forward(model, (2, 3, size, size), device=device, training=training)).shape
     return shape
 
 
@@ -321,7 +321,7 @@ def _passes(model: nn.Module, size: int) -> bool:
     return True
 
 
-def _dry_forward(model: nn.Module, shape: Sequence[int], *, device: str | None, training: bool) -> object:
+def dry_forward(model: nn.Module, shape: Sequence[int], *, device: str | None, training: bool) -> object:
     """Run the model on images of this shape without changing it; on its own device when `device` is None."""
     first = next(iter(model.parameters()), torch.empty(0))
     place = torch.device(device or first.device)
@@ -379,7 +379,7 @@ def count_macs(model: nn.Module, input_size: int | Sequence[int]) -> int:
 
 def _count_flops(model: nn.Module, shape: Sequence[int], *, device: str | None) -> int:
     with FlopCounterMode(display=False) as counter:
-        _dry_forward(model, (1, *shape), device=device, training=False)
+        dry_forward(model, (1, *shape), device=device, training=False)
     return int(counter.get_total_flops())
 
 

@@ -3,7 +3,7 @@
 import collections
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from dsimg.folder import ImageFolder, difference, find_images, find_leaks, read_
 from dsimg.memory import estimate_rank_memory
 from dsimg.optimizers import OptimizerSpec
 from dsimg.preprocess import Preprocess
-from dsimg.recipe import TrainConfig
+from dsimg.pruned import Record, rebuild
+from dsimg.recipe import NetworkChoice, Place, Recipe
 from dsimg.recompute import enable_gradient_checkpointing
 from dsimg.schedule import Schedule, scale_lr
+from dsimg.shards import saved_model
 from dsimg.steps import StepPlan
 from dsimg.weights import load_weights
 from dsimg.workers import decoding_workers
@@ -39,7 +41,7 @@ DEFAULT_WEIGHT_DECAY = {"sgd": 1e-4, "adamw": 0.05, "adam": 0.0, "lamb": 0.02}
 LEAK_SEARCH_LIMIT = 100_000  # comparing validation with training files costs a stat each
 
 
-def check_against_json(config: TrainConfig, raw: Mapping[str, Any], *, source: str) -> None:
+def check_against_json(config: Recipe, raw: Mapping[str, Any], *, source: str) -> None:
     """Raise ConfigError where a flag and the DeepSpeed JSON both say what the optimizer or the schedule is."""
     if raw.get("scheduler") and config.schedule is not None:
         raise ConfigError(
@@ -56,14 +58,46 @@ def check_against_json(config: TrainConfig, raw: Mapping[str, Any], *, source: s
             )
 
 
+@dataclass(frozen=True)
+class Images:
+    """The images of a run: where they are, the sizes (h, w) of a sample of them, what the user should hear of."""
+
+    folder: ImageFolder
+    sizes: list[tuple[int, int]]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network that a training begins with."""
+
+    arch: str
+    model: nn.Module
+    preprocess: Preprocess
+    pruning: Record | None = None  # what was cut out of the architecture
+    rows: tuple[tuple[str, str], ...] = ()  # for the plan: where the weights come from
+
+    def described(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the model block of a run's manifest."""
+        return {
+            "arch": self.arch,
+            "num_classes": len(classes),
+            "classes": list(classes),
+            "preprocess": self.preprocess.as_dict(),
+        }
+
+    def saved(self, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the model block of a checkpoint, which stands alone: with what was cut out of the architecture."""
+        cut = {"pruning": self.pruning.as_dict()} if self.pruning is not None else {}
+        return {**self.described(classes), **cut}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """Everything that is decided before the first step."""
 
     folder: ImageFolder
-    arch: str
-    model: nn.Module
-    preprocess: Preprocess
+    network: Network
     augmentation: Augmentation
     cache: CachePlan
     workers: int
@@ -75,43 +109,78 @@ class TrainPlan:
     schedule: Schedule | None
     rows: list[tuple[str, str]]
 
+    def must_stay(self) -> dict[str, Any]:
+        """Return what a DeepSpeed JSON may not change between a stop and a resume, as checkpoints keep it."""
+        return {
+            "batch_size": self.plan.batch_size,
+            "optimizer": self.optimizer_name,
+            "scheduler_type": self.ds.scheduler and self.ds.scheduler["type"],
+        }
+
+
+def find_images_of(config: Recipe, *, index: Path | None, world: World) -> Images:
+    """List the images, on rank 0 for all. `index` is that of a run that is resumed: they must not have changed."""
+    return world.on_rank_zero(lambda: _find_data(config, index))
+
+
+def choose_network(config: NetworkChoice, images: Images, *, saved: Mapping[str, Any] | None) -> Network:
+    """Build the network that the flags ask for, with its weights; `saved` is the model block of a run that is resumed:
+    it goes on with the same network, whatever has happened to --weights since."""
+    classes = images.folder.classes
+    block = saved
+    if block is None and config.weights is not None and Path(config.weights).is_dir():
+        block = saved_model(Path(config.weights))
+    default = block["arch"] if block is not None else "cifar_resnet20" if _are_small(images.sizes) else "resnet50"
+    arch = config.model or default
+    if saved is not None:
+        preprocess = Preprocess.from_dict(saved["preprocess"])
+    else:
+        preprocess = _choose_preprocess(config, arch, images.sizes)
+    model = models.build_model(arch, num_classes=len(classes), input_size=preprocess.input_size[1])
+    pruning = None
+    if block is not None and "pruning" in block and block["arch"] == arch:
+        pruning = Record.from_dict(block["pruning"])
+        rebuild(model, pruning)
+    rows = []
+    if config.weights is not None and saved is None:
+        rows.append(("weights", str(load_weights(model, config.weights, arch=arch, classes=classes))))
+    return Network(arch=arch, model=model, preprocess=preprocess, pruning=pruning, rows=tuple(rows))
+
 
 def plan_training(
-    config: TrainConfig,
+    config: Recipe,
     raw: dict[str, Any],
     *,
     ds_source: str,
     batch_size: int,
     world: World,
-    index: Path | None,
-    preprocess: Preprocess | None,
+    images: Images,
+    network: Network,
 ) -> TrainPlan:
-    """Decide everything, and check it, before a run folder is made or memory taken.
-
-    `index` and `preprocess` are those of the run that is resumed: it goes on with the same images, taken in the same
-    way, whatever has happened to --weights since. Raises DataError when the images have changed.
-    """
-    folder, sizes, notes = world.on_rank_zero(lambda: _find_data(config, index))
-    arch = config.model or ("cifar_resnet20" if _are_small(sizes) else "resnet50")
-    preprocess = preprocess or _choose_preprocess(config, arch, sizes)
-    model = models.build_model(arch, num_classes=len(folder.classes), input_size=preprocess.input_size[1])
+    """Decide everything, and check it, before a run folder is made or memory taken."""
+    folder, sizes, model, arch, preprocess = (
+        images.folder,
+        images.sizes,
+        network.model,
+        network.arch,
+        network.preprocess,
+    )
     rows = [("data", f"{folder.root}: {len(folder.train.files):,} training images, {len(folder.classes)} classes")]
     rows.append(("validation", f"{len(folder.val.files):,} images"))
-    rows += [("", note) for note in notes]
+    rows += [("", note) for note in images.notes]
     models.check_trainable(model, arch)
     models.check_input_size(model, preprocess.input_size[1], arch, num_classes=len(folder.classes))
     parameters = models.count_parameters(model)
     macs = models.count_macs(model, preprocess.input_size[1])
     side = preprocess.input_size[1]
-    rows.append(("model", f"{arch}: {count_text(parameters)} parameters, {count_text(macs)} MACs at {side}x{side}"))
-    if config.weights is not None and index is None:
-        loaded = load_weights(model, config.weights, arch=arch, classes=folder.classes)
-        rows.append(("weights", str(loaded)))
+    name = arch if network.pruning is None else f"{arch}, pruned"
+    rows.append(("model", f"{name}: {count_text(parameters)} parameters, {count_text(macs)} MACs at {side}x{side}"))
+    rows += network.rows
     if config.gradient_checkpointing:
         blocks = enable_gradient_checkpointing(model)
         rows.append(("", f"activations of {blocks} blocks are computed again in the backward pass"))
 
-    flip = config.flip if config.flip is not None else config.data != "digits"
+    flip = config.flip if config.flip is not None else not is_digits(config)
     size = preprocess.input_size[1:]
     augmentation = Augmentation(name=config.augment, size=size, geometry=geometry_for(size, sizes), flip=flip)
     cache = world.on_rank_zero(
@@ -215,9 +284,7 @@ def plan_training(
     rows.append(("run", str(config.run_path)))
     return TrainPlan(
         folder=folder,
-        arch=arch,
-        model=model,
-        preprocess=preprocess,
+        network=network,
         augmentation=augmentation,
         cache=cache,
         workers=workers,
@@ -231,15 +298,21 @@ def plan_training(
     )
 
 
-def data_path(config: TrainConfig) -> Path:
+def is_digits(config: Place) -> bool:
+    """Tell whether a stage works on the embedded data set."""
+    return config.data in (None, "digits")
+
+
+def data_path(config: Place) -> Path:
     """Return the folder of images; the embedded digits lie beside the run."""
-    return config.run_path.parent / "data" / "digits" if config.data == "digits" else Path(config.data)
+    if config.data is None or config.data == "digits":
+        return config.run_path.parent / "data" / "digits"
+    return Path(config.data)
 
 
-def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, list[tuple[int, int]], list[str]]:
-    """List the images, look at the sizes (h, w) of a sample, and collect what the user should hear of."""
+def _find_data(config: Recipe, index: Path | None) -> Images:
     root = data_path(config)
-    if config.data == "digits":
+    if is_digits(config):
         write_digits(root)
     folder = find_images(root, seed=config.seed, val_share=config.val_share)
     if index is not None:
@@ -263,14 +336,14 @@ def _find_data(config: TrainConfig, index: Path | None) -> tuple[ImageFolder, li
         if leaks:
             pairs = "; ".join(f"{ours} = {theirs}" for ours, theirs in leaks[:3])
             notes.append(f"{len(leaks)} validation images also in train, byte for byte: {pairs}")
-    return folder, sample_sizes(folder.train), notes
+    return Images(folder, sample_sizes(folder.train), notes)
 
 
 def _are_small(sizes: list[tuple[int, int]]) -> bool:
     return bool(sizes) and max(max(size) for size in sizes) <= 64
 
 
-def _choose_preprocess(config: TrainConfig, arch: str, sizes: list[tuple[int, int]]) -> Preprocess:
+def _choose_preprocess(config: NetworkChoice, arch: str, sizes: list[tuple[int, int]]) -> Preprocess:
     """Return how the network takes images: small ones keep their size."""
     image_size, weights = config.image_size, config.weights
     # Named weights and runs say what size they were made for; a file does not.
@@ -280,7 +353,7 @@ def _choose_preprocess(config: TrainConfig, arch: str, sizes: list[tuple[int, in
     return models.default_preprocess(arch, image_size=image_size, weights=weights)
 
 
-def _own_optimizer(config: TrainConfig, block: Mapping[str, Any], *, offloaded: bool) -> OptimizerSpec | None:
+def _own_optimizer(config: Recipe, block: Mapping[str, Any], *, offloaded: bool) -> OptimizerSpec | None:
     """Return the JSON's optimizer as dsimg builds it, or None where DeepSpeed has to.
 
     SGD, Adam, AdamW and LAMB are torch's and timm's, so that nothing has to be compiled; only what is `offloaded`
@@ -309,7 +382,7 @@ def json_lr(ds: DsConfig, *, default: float) -> float:
 
 
 def _lr_text(
-    config: TrainConfig, ds: DsConfig, schedule: Schedule | None, *, given: float, batch_size: int, named: str
+    config: Recipe, ds: DsConfig, schedule: Schedule | None, *, given: float, batch_size: int, named: str
 ) -> str:
     if schedule is None:
         return f"{named}; by the scheduler {ds.scheduler and ds.scheduler['type']} of the DeepSpeed JSON"
@@ -323,7 +396,7 @@ def _lr_text(
     return f"{text}; {schedule.warmup_steps} warm-up steps, then {fall}"
 
 
-def _augmentation_text(config: TrainConfig, augmentation: Augmentation) -> str:
+def _augmentation_text(config: Recipe, augmentation: Augmentation) -> str:
     text: str = config.augment
     if config.augment != "none":
         text += f", {augmentation.geometry.replace('_', ' ')}, {'with' if augmentation.flip else 'no'} flip"

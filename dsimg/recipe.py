@@ -1,6 +1,7 @@
-"""What a user asks of `dsimg train`: its flags, their defaults and their checks."""
+"""What a user asks of the stages that train: their flags, defaults and checks."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,23 +10,45 @@ from dsimg.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The flags of `dsimg train`. What a DeepSpeed JSON owns (precision, ZeRO, communication) is not here."""
+class Place:
+    """What every stage that trains is told of its surroundings."""
 
     deepspeed_config: str = "zero0"
     """A DeepSpeed JSON: a path, or the name of one that dsimg ships (zero2). Its "auto" values are filled from here."""
-    data: str = "digits"
-    """A folder with train/ and val/ of class folders, or one folder of class folders; or "digits", the embedded set."""
+    data: str | None = None
+    """A folder with train/ and val/ of class folders, or one folder of class folders; or "digits", the embedded set,
+    which is the default."""
     out: Path | None = None
     """The run folder to write. Default: runs/ and the name of the data."""
+
+    @property
+    def run_path(self) -> Path:
+        """Where the run goes."""
+        return self.out or Path("runs") / Path(self.data or "digits").resolve().name
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkChoice(Place):
+    """The network that a stage begins with."""
+
     model: str | None = None
-    """A torchvision name, cifar_resnet20|32|44|56|110, timm:NAME, or package.module:function. Default: cifar_resnet20
-    for images up to 64 pixels, resnet50 for larger ones."""
+    """A torchvision name, cifar_resnet20|32|44|56|110, timm:NAME, or package.module:function. Default: that of
+    --weights where it is a run, else cifar_resnet20 for images up to 64 pixels and resnet50 for larger ones."""
     weights: str | None = None
     """Start from these: a torchvision weights name, a .safetensors or .pth file, a run folder, or one of a run's
     checkpoints."""
     image_size: int | None = None
     """Height and width of the network's input, in pixels. Default: the images' own size up to 64, else the model's."""
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None and self.image_size < 1:
+            raise ConfigError(f"--image_size is {self.image_size}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Place):
+    """How a network is trained. What a DeepSpeed JSON owns (precision, ZeRO, communication) is not here."""
+
     epochs: int = 20
     """Passes over the training images."""
     batch_size: int | None = None
@@ -106,7 +129,6 @@ class TrainConfig:
         positive |= {
             "log_steps": self.log_steps,
             "step_epochs": self.step_epochs,
-            "image_size": self.image_size,
             "keep_checkpoints": self.keep_checkpoints,
             "max_steps": self.max_steps,
         }
@@ -157,7 +179,188 @@ class TrainConfig:
                 "--schedule one_cycle has a rise of its own, 30 % of the run. Leave --warmup_epochs away."
             )
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(Recipe, NetworkChoice):
+    """The flags of `dsimg train`."""
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
+        NetworkChoice.__post_init__(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teaching(Place):
+    """How a network learns from another."""
+
+    loss: Literal["kd", "dkd", "dist", "hint"] = "dist"
+    """What is asked of the student beside the true labels. dist: the same relations between classes and between images
+    as the teacher's; kd: the same softened probabilities; dkd: these, without the true class drowning the others;
+    hint: the same features at --hint_layers."""
+    temperature: float | None = None
+    """Softens both networks' probabilities. Default: 4 for kd and dkd, 1 for dist."""
+    alpha: float | None = None
+    """Weight of the teacher's term; the true labels' is 1, or 1 - alpha with kd. Default: 0.9 for kd, 1 for dkd, 2 for
+    dist, 100 for hint."""
+    hint_layers: tuple[str, ...] = ()
+    """With --loss hint: layers whose feature maps are compared, as LAYER or STUDENT_LAYER:TEACHER_LAYER."""
+    teacher_precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """What the teacher computes in. auto: bf16 where the device is made for it, else fp32."""
+    teacher_shard: Literal["auto", "yes", "no"] = "auto"
+    """Share the teacher's weights out over the ranks (ZeRO-3). auto: where they would take half of the free memory."""
+    cache_teacher: Path | None = None
+    """A folder that keeps the teacher's logits for every view (fp16; of more than 100 classes the best 100), and gives
+    them back to later runs of the same teacher, seed and augmentation."""
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ConfigError(f"--temperature is {self.temperature}; it must be a positive number.")
+        if self.alpha is not None and not (self.alpha >= 0 and math.isfinite(self.alpha)):
+            raise ConfigError(f"--alpha is {self.alpha}; it must be a number of at least 0.")
+        if self.loss == "kd" and self.alpha is not None and self.alpha > 1:
+            raise ConfigError(f"--alpha is {self.alpha}; with --loss kd it is the teacher's share, at most 1.")
+        if (self.loss == "hint") != bool(self.hint_layers):
+            raise ConfigError(
+                "--loss hint and --hint_layers go together: name the layers whose features are compared, such as "
+                "--hint_layers layer3, or leave both away."
+            )
+        if self.loss == "hint" and self.cache_teacher is not None:
+            raise ConfigError("--cache_teacher keeps logits, and --loss hint needs features. Leave one of them away.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaughtRecipe(Recipe, Teaching):
+    """How a network is trained on labels and on what another says."""
+
+    def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
+        Teaching.__post_init__(self)
+        if self.loss == "dkd" and (self.mixup > 0 or self.cutmix > 0):
+            raise ConfigError(
+                "--loss dkd sets the true class apart, and --mixup and --cutmix make images of two. Use --loss dist or "
+                "kd with them, or leave them away."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig(TaughtRecipe, NetworkChoice):
+    """The flags of `dsimg distill`."""
+
+    source: tuple[str, ...]
+    """The teacher: a run, weights of torchvision's (ResNet50_Weights.DEFAULT) or package.module:function. Of several
+    the mean of their probabilities teaches."""
+    baseline: Path | None = None
+    """A run of the same network that learned without a teacher, for the result's table."""
+
     @property
     def run_path(self) -> Path:
         """Where the run goes."""
-        return self.out or Path("runs") / Path(self.data).resolve().name
+        return self.out or Path("runs") / f"{Path(self.source[0]).name}-{(self.model or 'student').split(':')[-1]}"
+
+    def __post_init__(self) -> None:
+        TaughtRecipe.__post_init__(self)
+        NetworkChoice.__post_init__(self)
+        if not self.source:
+            raise ConfigError("--source names no teacher. Give a run folder.")
+        if self.model is None and self.weights is None:
+            raise ConfigError("distill needs the student: --model resnet18, or --weights of a run to go on from.")
+        if self.loss == "hint" and len(self.source) > 1:
+            raise ConfigError("--loss hint compares the features of one teacher. Give one --source, or --loss dist.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig(TaughtRecipe):
+    """The flags of `dsimg prune`."""
+
+    source: Path
+    """The run to prune."""
+    target_macs: float | None = None
+    """The share of the source's multiply-adds that is to be left: 0.5."""
+    target_params: float | None = None
+    """The share of the source's parameters that is to be left."""
+    target_latency: str | None = None
+    """What ONNX Runtime's session on this machine is to take: a share of the source's latency (0.5), or a time (5ms)."""
+    served_as: Literal["fp32", "int8"] = "fp32"
+    """The precision that the network will be served in: what --target_latency measures, and what the result is held
+    against."""
+    latency_batch: int = 1
+    """Images a run of the session."""
+    latency_threads: int = 1
+    """Threads of the session."""
+    importance: Literal["group_norm", "taylor", "bn_scale", "lamp", "random"] = "group_norm"
+    """What a channel's worth is told by: its weights in every layer it runs through; the loss's first-order change;
+    the scales of BatchNorm; weights against those of its layer; nothing."""
+    round_to: int = 16
+    """Widths stay multiples of this. 16 suits int8; ONNX Runtime is slower on odd widths. Narrow networks need less."""
+    max_ratio: float = 0.8
+    """The share of a layer's channels that may go at most."""
+    protect: tuple[str, ...] = ()
+    """Modules whose outputs stay as wide as they are."""
+    cuts: int = 1
+    """Reach the target in so many cuts, with --cut_epochs of fine-tuning between them."""
+    cut_epochs: int = 2
+    """Epochs of fine-tuning after each cut but the last, which has --epochs."""
+    sparsity_epochs: int = 0
+    """Epochs of training before the first cut that drive whole channels to nothing."""
+    sparsity: float = 1e-4
+    """How strongly they do."""
+    teacher: str = "source"
+    """What the fine-tuning learns from beside the labels: source, the network before pruning; none; or a run."""
+    scan: bool = False
+    """Prune nothing: cut each group of layers alone by a quarter, a half and three quarters, and write what that does
+    to the accuracy into --out, as scan.json and scan.png."""
+
+    @property
+    def run_path(self) -> Path:
+        """Where the run goes."""
+        return self.out or self.source.with_name(f"{self.source.name}-{'scan' if self.scan else 'pruned'}")
+
+    def __post_init__(self) -> None:
+        TaughtRecipe.__post_init__(self)
+        targets = [
+            name for name in ("target_macs", "target_params", "target_latency") if getattr(self, name) is not None
+        ]
+        if self.scan and targets:
+            raise ConfigError(f"--scan prunes nothing, and --{targets[0]} asks for it. Leave one of them away.")
+        if not self.scan and len(targets) != 1:
+            raise ConfigError(
+                "prune needs one target: --target_macs 0.5, --target_params 0.5, or --target_latency 0.5 (or 5ms)."
+                + (f" It was given {' and '.join(f'--{name}' for name in targets)}." if targets else "")
+            )
+        for name in ("target_macs", "target_params"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share < 1:
+                raise ConfigError(f"--{name} is {share}; it is a share of the source's, between 0 and 1.")
+        if self.target_latency is not None:
+            latency_goal(self.target_latency)
+        for name, count in {
+            "round_to": self.round_to,
+            "cuts": self.cuts,
+            "cut_epochs": self.cut_epochs,
+            "latency_batch": self.latency_batch,
+            "latency_threads": self.latency_threads,
+        }.items():
+            if count < 1:
+                raise ConfigError(f"--{name} is {count}; it must be at least 1.")
+        if not 0 < self.max_ratio < 1:
+            raise ConfigError(f"--max_ratio is {self.max_ratio}; it must be between 0 and 1.")
+        if self.sparsity_epochs < 0 or not (self.sparsity > 0 and math.isfinite(self.sparsity)):
+            raise ConfigError("--sparsity_epochs must be 0 or more, and --sparsity a positive number.")
+
+
+def latency_goal(text: str) -> tuple[float, bool]:
+    """Return (value, whether it is seconds) of a --target_latency: 0.5, a share of the source's, or 5ms, 0.2s, 800us.
+
+    Raises ConfigError.
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*(us|ms|s)?", text.strip())
+    try:
+        value = float(found[1]) if found else 0.0
+    except ValueError:
+        value = 0.0
+    unit = found[2] if found else None
+    if value <= 0 or (unit is None and value >= 1):
+        raise ConfigError(
+            f"--target_latency is {text}; give a share of the source's latency between 0 and 1 (0.5), or a time (5ms)."
+        )
+    return (value, False) if unit is None else (value * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit], True)

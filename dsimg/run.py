@@ -28,6 +28,7 @@ ROLES = {
     "ds_config": ("ds_config.json", "dsimg train"),
     "index": ("index.jsonl.gz", "dsimg train"),
     "weights": ("weights.safetensors", "dsimg train"),
+    "pruning": ("pruning.json", "dsimg prune"),
     "labels": ("labels.txt", "dsimg train"),
     "metrics": ("metrics.jsonl", "dsimg train"),
     "evaluation": ("evaluation.json", "dsimg evaluate"),
@@ -157,14 +158,14 @@ class Run:
             _remove(path.resolve())
             state = "new"
         if state != "new":
-            stored = _read_json(path / "config.json")
+            stored = read_json(path / "config.json")
             differing = _differences(stored, {"stage": stage, **config}, free=("parents", *free))
             if differing:
                 raise RunError(
                     f"{path} holds a run with another config: {'; '.join(differing)}. Choose another --out, give "
                     "the same flags again, or --overwrite to replace it."
                 )
-            manifest = _read_json(path / "run.json") if state == "finished" else None
+            manifest = read_json(path / "run.json") if state == "finished" else None
             return cls(path, manifest), state
         path.resolve().mkdir(parents=True, exist_ok=True)  # resolved: a link may lead to what is not there yet
         ancestry = [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents]
@@ -177,7 +178,7 @@ class Run:
         if cls.state(path) != "unfinished":
             return False
         try:
-            stored = _read_json(path / "config.json")
+            stored = read_json(path / "config.json")
         except RunError:
             return False
         return not _differences(stored, {"stage": stage, **config}, free=("parents", *free))
@@ -212,13 +213,17 @@ class Run:
             raise RunError(
                 f"{path} is not a run folder: it has no run.json (it holds {', '.join(found[:5]) or 'nothing'})."
             )
-        content = _read_json(manifest)
+        content = read_json(manifest)
         if content.get("schema") != SCHEMA:
             raise RunError(
                 f"{manifest} has schema {content.get('schema')}, this dsimg {dsimg.__version__} reads schema {SCHEMA}. "
                 "Use the dsimg version named in it."
             )
         return cls(path, content)
+
+    def has(self, role: str) -> bool:
+        """Tell whether the run lists a file with this role."""
+        return role in (self.manifest or {}).get("files", {})
 
     def file(self, role: str) -> Path:
         """Return the verified path of the file with this role. Raises RunError when missing or changed."""
@@ -245,7 +250,7 @@ class Run:
             for role, (name, _) in ROLES.items()
             if (self.path / name).exists()
         }
-        begun = _read_json(self.path / "config.json")
+        begun = read_json(self.path / "config.json")
         self.manifest = {
             "schema": SCHEMA,
             "stage": begun["stage"],
@@ -283,7 +288,8 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises RunError when there is none."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

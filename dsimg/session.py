@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from dsimg.checkpoint import Saver, load_checkpoint
 from dsimg.control import Control, Limits, Position
 from dsimg.engine import Engine
 from dsimg.errors import DataError
+from dsimg.folder import Split
 from dsimg.health import Health
 from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import TrainPlan, json_lr
-from dsimg.recipe import TrainConfig
+from dsimg.preprocess import Preprocess
+from dsimg.recipe import Recipe
 from dsimg.run import Run, write_atomically
 from dsimg.stop import StopWatch
 from dsimg.watch import RankWatch
@@ -40,31 +41,31 @@ class Trained:
     engine: Engine
     saver: Saver
     result: loop.Evaluation | None
+    seconds: float  # of this start, without evaluations
 
 
 def fit_run(
     run: Run,
-    config: TrainConfig,
+    config: Recipe,
     setup: TrainPlan,
     *,
     world: World,
     resumed: tuple[Path, dict[str, Any]] | None,
-    same: Mapping[str, Any],
     loss: loop.Loss,
     stop: StopWatch,
     watch: RankWatch | None,
 ) -> Trained:
     """Train a run that has been begun, from the start or from the checkpoint and state `resumed`, to its last epoch.
 
-    `same` is kept in checkpoints: what may not change until the run is done. Raises StopRequested after a save, and
-    whatever ends a run that is not healthy.
+    Raises StopRequested after a save, and whatever ends a run that is not healthy.
     """
     terminal, path = cli.context().terminal, run.path
     saved, state = resumed or (None, {})
     begun = time.perf_counter()
+    evaluating = 0.0
     images = data.TrainImages(
         setup.folder.train,
-        setup.preprocess,
+        setup.network.preprocess,
         setup.augmentation,
         seed=config.seed,
         ram=setup.cache.ram,
@@ -90,20 +91,11 @@ def fit_run(
         )
     cuda = world.device.type == "cuda"
     loader = data.TrainLoader(images, setup.plan, rank=world.rank, workers=setup.workers, prefetch=cuda, pin=cuda)
-    validation = data.EvalLoader(
-        setup.folder.val,
-        setup.preprocess,
-        batch_size=max(32, setup.plan.micro),
-        rank=world.rank,
-        world=world.size,
-        workers=setup.workers,
-        cache_bytes=free_memory() // (8 * world.local_size),
-        pin=cuda,
-    )
+    validation = validation_batches(setup.folder.val, setup.network.preprocess, setup, world)
     engine = Engine(
-        setup.model,
+        setup.network.model,
         config=setup.ds.config,
-        groups=models.parameter_groups(setup.model, setup.weight_decay),
+        groups=models.parameter_groups(setup.network.model, setup.weight_decay),
         optimizer=setup.optimizer,
         lr=setup.schedule.peak if setup.schedule else json_lr(setup.ds, default=0.0),
         world=world,
@@ -143,12 +135,8 @@ def fit_run(
     def state_at(position: Position) -> dict[str, Any]:
         return {
             **dataclasses.asdict(position),
-            **same,
-            "model": {
-                "arch": setup.arch,
-                "classes": list(setup.folder.classes),
-                "preprocess": setup.preprocess.as_dict(),
-            },
+            **setup.must_stay(),
+            "model": setup.network.saved(setup.folder.classes),
             "engine": engine.counters(),
             "meter": meter.state(),
             "health": health.state(),
@@ -181,7 +169,7 @@ def fit_run(
 
     def evaluate(position: Position) -> None:
         """Measure after an epoch, where that is due and was not done before the run stopped."""
-        nonlocal result
+        nonlocal result, evaluating
         result, final = None, position.epoch == config.epochs
         keep_bad_images(loader.bad)
         done = world.on_rank_zero(lambda: file.was_evaluated(position.step))
@@ -195,7 +183,7 @@ def fit_run(
                 world=world,
                 batches=validation,
                 split=setup.folder.val,
-                preprocess=setup.preprocess,
+                preprocess=setup.network.preprocess,
                 classes=setup.folder.classes,
                 between=lambda: control.evaluating(position),
             )
@@ -203,12 +191,15 @@ def fit_run(
             if not done:
                 meter.evaluated(result.report, epoch=position.epoch, step=position.step)
             terminal.say(f"epoch {position.epoch}/{config.epochs}  validation  {_accuracy_text(result.report)}")
-        meter.pause(time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        evaluating += seconds
+        meter.pause(seconds)
 
+    begun = time.perf_counter()
     loop.fit(
         engine,
         loader=loader,
-        preprocess=setup.preprocess,
+        preprocess=setup.network.preprocess,
         loss=loss,
         schedule=setup.schedule,
         seed=config.seed,
@@ -221,7 +212,21 @@ def fit_run(
         evaluate=evaluate,
     )
     loader.close()
-    return Trained(engine, saver, result)
+    return Trained(engine, saver, result, time.perf_counter() - begun - evaluating)
+
+
+def validation_batches(split: Split, preprocess: Preprocess, setup: TrainPlan, world: World) -> data.EvalLoader:
+    """Return this rank's share of a split, for a network that takes images so; kept in memory where it is small."""
+    return data.EvalLoader(
+        split,
+        preprocess,
+        batch_size=max(32, setup.plan.micro),
+        rank=world.rank,
+        world=world.size,
+        workers=setup.workers,
+        cache_bytes=free_memory() // (8 * world.local_size),
+        pin=world.device.type == "cuda",
+    )
 
 
 def _accuracy_text(report: dict[str, Any]) -> str:

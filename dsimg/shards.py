@@ -245,8 +245,18 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def saved_model(path: Path) -> dict[str, Any]:
-    """Return the model block (arch, classes, preprocess) of a finished run or of a checkpoint. Raises RunError."""
-    model: dict[str, Any] = read_state(path)["model"] if is_checkpoint(path) else Run.open(path).model
+    """Return the model block of a finished run or of a checkpoint: arch, classes, preprocess, pruning if it was cut.
+
+    Raises RunError.
+    """
+    model: dict[str, Any]
+    if is_checkpoint(path):
+        model = read_state(path)["model"]
+        return model
+    run = Run.open(path)
+    model = run.model
+    if run.has("pruning"):
+        model["pruning"] = json.loads(run.file("pruning").read_bytes())
     return model
 
 

@@ -18,7 +18,8 @@ from torchvision.models import VisionTransformer
 from torchvision.models.vision_transformer import interpolate_embeddings
 
 from dsimg.errors import ModelError
-from dsimg.models import build_timm, first_line, head_names, looks_like_file, published_weights
+from dsimg.models import build_model, build_timm, first_line, head_names, looks_like_file, published_weights
+from dsimg.pruned import Record, rebuild
 from dsimg.run import Run, sync_file, sync_folder
 from dsimg.shards import is_checkpoint, read_model, saved_model
 
@@ -89,6 +90,18 @@ def load_weights(model: nn.Module, weights: str, *, arch: str, classes: Sequence
         state = _download(entry)
         source_classes = entry.meta["categories"]
     return _copy_what_fits(model, state, source=weights, source_classes=source_classes, classes=classes)
+
+
+def open_network(run: Run) -> nn.Module:
+    """Return the network of a finished run, with its weights: rebuilt from its architecture, narrowed where it was
+    pruned. Raises RunError and ModelError."""
+    saved = saved_model(run.path)
+    side = saved["preprocess"]["input_size"][1]
+    model = build_model(saved["arch"], num_classes=len(saved["classes"]), input_size=side)
+    if "pruning" in saved:
+        rebuild(model, Record.from_dict(saved["pruning"]))
+    restore_weights(model, read_weights(run.file("weights")), source=str(run.path))
+    return model
 
 
 def restore_weights(model: nn.Module, state: Mapping[str, Tensor], *, source: str) -> None:

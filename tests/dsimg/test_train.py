@@ -275,7 +275,7 @@ def test_out_of_memory_says_what_was_taken_and_three_things_to_change(
     def exhaust(*arguments: Any, **options: Any) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("dsimg.train.loop.fit", exhaust)
+    monkeypatch.setattr("dsimg.session.loop.fit", exhaust)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4 * 2**30))
     with pytest.raises(DsimgError) as caught:

@@ -154,8 +154,8 @@ def test_overwrite_waits_for_the_process_that_writes(small_folder: Path, tmp_pat
     train(TrainConfig(data=str(small_folder), out=out, **FAST))  # this process keeps the lock
     code = f"""
 from pathlib import Path
-from dsimg import cli, train
-train.LOCK_SECONDS = 1
+from dsimg import cli, stage, train
+stage.LOCK_SECONDS = 1
 words = ["--data", {str(small_folder)!r}, "--out", {str(out)!r}, "--overwrite", "--epochs", "1"]
 cli.run(train.train, [*words, "--model", "tests.nets:with_batchnorm"])
 """
