@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 $(STAMP): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[train,timm,dev]'
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[all,timm,dev]'
 	touch $@
 
 # Two ranks: on two GPUs, or on the CPU where there is none. A single GPU takes one.

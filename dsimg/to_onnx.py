@@ -1,0 +1,152 @@
+"""From PyTorch to ONNX: one file that takes any batch, and how far its logits are from the network's own."""
+
+import contextlib
+import copy
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from dsimg.errors import ModelError
+from dsimg.models import first_line
+from dsimg.run import sync_file, sync_folder
+from dsimg_export.session import INPUT, OUTPUT, open_session
+
+# The exporter's own operators are of 18 and it honours nothing below; 20 is its default and has GELU whole.
+OPSET = 20
+# protobuf cannot hold more in one file.
+MAX_BYTES = 2**31 - 1
+# Exported with one image, the batch of a ViT would be baked in, and ConvNeXt and Swin fail: pytorch #133653.
+EXAMPLE_BATCH = 2
+BATCH = "batch"
+MODULES = "pkg.torch.onnx.name_scopes"  # of a node: "['', 'layer1', 'layer1.0', ...]"
+PARITY_BATCHES = (1, 2, 3)
+PARITY_BATCH = 8
+# Logits all below this, or that differ by no more between images, would agree with those of any file.
+VACUOUS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How an ONNX file's logits differ from the network's, the worst over the batch sizes tried."""
+
+    max_error: float  # max |difference|
+    relative_error: float  # max |difference| / max |the network's logits|
+    same_top1: float  # share of the images with the same best class
+    vacuous: bool  # the network says the same of every image, or nothing: agreement proves nothing
+
+
+def to_onnx(model: nn.Module, path: Path, *, input_size: tuple[int, int, int]) -> None:
+    """Write the network, as it is in eval mode and fp32, to one ONNX file of opset `OPSET`, atomically.
+
+    Input `images`: (N, 3, H, W) float32, normalised; output `logits`: (N, C); any N. `input_size`: (3, H, W). A copy
+    on the CPU is exported; `model` stays as it is. Weights keep their names, and a node's metadata its module's.
+
+    Raises ModelError: over 2 GB, a network that the exporter cannot follow, a disk that refuses.
+    """
+    size = sum(4 * tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    if size > MAX_BYTES:
+        raise ModelError(
+            f"the network has {size / 1e9:.1f} GB of weights in fp32, and one ONNX file holds 2.1 GB. Distil it into a "
+            "smaller one, or prune it."
+        )
+    proto = _export(model, input_size)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        onnx.save(proto, temporary)
+        sync_file(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
+
+
+def parity(model: nn.Module, path: Path, images: Tensor) -> Parity:
+    """Return how the ONNX file's logits differ from the network's in eval mode and fp32, on normalised `images`.
+
+    images: (N, 3, H, W). The file runs on the first one, two and three of them and on all, eight at a time. A logit
+    that is not finite makes the errors NaN. Raises ModelError as `open_session`.
+    """
+    session = open_session(path)
+    network = _twin(model)
+    images = images.detach().float().cpu()
+    batches = [images[start : start + PARITY_BATCH] for start in range(0, len(images), PARITY_BATCH)]
+    with torch.no_grad():
+        expected = torch.cat([network(batch) for batch in batches]).numpy()
+
+    def run(batch: Tensor) -> Any:
+        return session.run([OUTPUT], {INPUT: batch.numpy()})[0]
+
+    found = np.concatenate([run(batch) for batch in batches])
+    answers = [found, *(run(images[:count]) for count in PARITY_BATCHES)]
+    max_error = max(float(np.abs(answer - expected[: len(answer)]).max()) for answer in answers)
+    peak = float(np.abs(expected).max())
+    spread = float(np.ptp(expected, axis=0).max())
+    return Parity(
+        max_error=max_error,
+        relative_error=max_error / max(peak, float(np.finfo(np.float32).tiny)),
+        same_top1=float((found.argmax(1) == expected.argmax(1)).mean()),
+        vacuous=peak <= VACUOUS or (len(images) > 1 and spread <= VACUOUS * peak),
+    )
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).cpu().float().eval()
+
+
+def _export(model: nn.Module, input_size: tuple[int, int, int]) -> onnx.ModelProto:
+    try:
+        program = torch.onnx.export(
+            _twin(model),
+            (torch.zeros(EXAMPLE_BATCH, *input_size),),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=({0: torch.export.Dim(BATCH)},),
+            verbose=False,
+        )
+    except Exception as error:  # the network's own code and three stages of the exporter: any type
+        raise ModelError(
+            f"the network cannot be exported to ONNX ({_reason(error)}). Change that part of its forward to operators "
+            "whose shapes do not depend on values, or take another --model."
+        ) from error
+    assert program is not None
+    proto: onnx.ModelProto = program.model_proto
+    shapes = [
+        [dim.dim_param or dim.dim_value for dim in output.type.tensor_type.shape.dim] for output in proto.graph.output
+    ]
+    if len(shapes) != 1 or len(shapes[0]) != 2 or shapes[0][0] != BATCH:
+        raise ModelError(
+            f"the network, exported to ONNX, returns {shapes} instead of logits [['{BATCH}', classes]]. Make its "
+            "forward return the logits alone, for any number of images."
+        )
+    _forget_sources(proto)
+    return proto
+
+
+def _forget_sources(proto: onnx.ModelProto) -> None:
+    """Drop the exporter's notes, which hold the source's lines and paths, but for the modules that nodes come from."""
+    del proto.graph.metadata_props[:]
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        del value.metadata_props[:]
+    for tensor in proto.graph.initializer:
+        del tensor.metadata_props[:]
+    for node in proto.graph.node:
+        kept = [entry for entry in node.metadata_props if entry.key == MODULES]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of what went wrong first: the exporter wraps it in a page of advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return first_line(Exception(str(error)))

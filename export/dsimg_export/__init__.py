@@ -1,0 +1,1 @@
+"""The ONNX side of dsimg: sessions, int8, measurements. Never torch."""

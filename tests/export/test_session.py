@@ -1,0 +1,95 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from onnxruntime.quantization import QuantType, quantize_static
+
+from dsimg.errors import ModelError
+from dsimg_export import session
+from dsimg_export.session import Int8Share, int8_share, latency, open_session
+from tests.export.files import INPUT_SIZE, noise, write_network
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("module", ["session", "int8"])
+def test_the_onnx_side_loads_no_torch(module):
+    heavy = "{'torch', 'torchvision', 'deepspeed', 'safetensors', 'sympy'}"
+    code = f"import sys, dsimg_export.{module}; found = {heavy} & sys.modules.keys(); assert not found, found"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_session_runs_any_batch_with_the_threads_asked_for(tmp_path):
+    opened = open_session(write_network(tmp_path / "model.onnx"), threads=2)
+    images = noise(3)
+    together = opened.run(["logits"], {"images": images})[0]
+    single = opened.run(["logits"], {"images": images[1:2]})[0]
+    assert together.shape == (3, 5)
+    np.testing.assert_allclose(single, together[1:2], rtol=1e-5)
+    options = opened.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (2, 1)
+    assert opened.get_providers() == ["CPUExecutionProvider"]
+
+
+def test_a_missing_and_a_damaged_file_are_named(tmp_path):
+    path = tmp_path / "model.onnx"
+    with pytest.raises(ModelError, match=r"model\.onnx does not exist\. Give the path of an ONNX file\."):
+        open_session(path)
+    write_network(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=rf"cannot be run by ONNX Runtime {onnxruntime.__version__} \(.+\)\. Copy"):
+        open_session(path)
+
+
+def test_latency_of_a_wide_network_is_longer(tmp_path):
+    files = {name: write_network(tmp_path / name, width=width) for name, width in {"wide": 128, "narrow": 4}.items()}
+    found = latency(files, input_size=INPUT_SIZE, batch=2, seconds=0.1)
+    assert list(found) == ["wide", "narrow"]
+    assert found["wide"].repeats == found["narrow"].repeats >= session.MIN_REPEATS
+    for value in found.values():
+        assert value.cpu > 0
+        assert 0 < value.median <= value.p99
+    assert found["wide"].cpu > 3 * found["narrow"].cpu
+
+
+def test_sessions_are_measured_in_turn_on_the_same_images(tmp_path, monkeypatch):
+    calls = []
+
+    class Fake:
+        def __init__(self, path, threads):
+            self.name, self.threads = path.name, threads
+
+        def run(self, outputs, feed):
+            calls.append((self.name, self.threads, outputs, feed["images"].shape, float(feed["images"].sum())))
+
+    monkeypatch.setattr(session, "open_session", lambda path, *, threads: Fake(path, threads))
+    files = {name: Path(name) for name in "abc"}
+    found = latency(files, input_size=(3, 4, 4), batch=2, threads=2, seconds=0)
+    names = [name for name, *_ in calls]
+    assert {tuple(rest) for _, *rest in [(n, t, tuple(o), s, total) for n, t, o, s, total in calls]} == {
+        (2, ("logits",), (2, 3, 4, 4), calls[0][4])
+    }
+    rounds = [names[start : start + 3] for start in range(0, len(names), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len(rounds) == session.WARM_UP_ROUNDS + found["a"].repeats == session.WARM_UP_ROUNDS + session.MIN_REPEATS
+    assert len({tuple(turn) for turn in rounds}) > 1  # not always in the same order
+
+
+class Batches:
+    def __init__(self):
+        self.rest = iter([{"images": noise(4)}])
+
+    def get_next(self):
+        return next(self.rest, None)
+
+
+def test_a_layer_kept_in_float_stays_in_float_when_the_session_loads(tmp_path):
+    source, target = write_network(tmp_path / "fp32.onnx"), tmp_path / "int8.onnx"
+    assert int8_share(source) == Int8Share(int8=0, total=3)
+    options = {"per_channel": True, "activation_type": QuantType.QUInt8, "nodes_to_exclude": ["conv2"]}
+    quantize_static(source, target, Batches(), **options)
+    assert int8_share(target) == Int8Share(int8=2, total=3)
