@@ -10,6 +10,8 @@ from dsimg.errors import near
 STAGES = {
     "train": ("dsimg.train:train", "train an image classifier with DeepSpeed"),
     "evaluate": ("dsimg.evaluate:evaluate", "measure a run on a folder of images, every image once"),
+    "distill": ("dsimg.distill:distill", "train a small network to say what a large one says"),
+    "prune": ("dsimg.prune:prune", "cut channels out of a network until it is as small or as fast as asked"),
     "doctor": ("dsimg.doctor:doctor", "prove that a stopped and resumed run is the run that never stopped"),
 }
 
