@@ -1,6 +1,7 @@
 """From a target to the channels that go: what is measured, how many blocks reach it, and what a cut leaves behind."""
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from dsimg.importance import scores
 from dsimg.plan import TrainPlan
 from dsimg.pruned import cut
 from dsimg.steps import epoch_order
-from dsimg.widths import kept_after, removal_order, search
+from dsimg.widths import Block, kept_after, removal_order, search
 
 TOLERANCE = 0.03  # of the target: within it, it counts as reached
 LATENCY_CALLS = 10
+COARSE_UNITS = 16  # left as they are, at most, where one more of their blocks goes too far
 CALIBRATION_IMAGES = 64
 GRADIENT_IMAGES = 1024
 BATCHNORM_IMAGES = 2048
@@ -103,6 +105,10 @@ class Sessions:
         to_onnx(model, path, input_size=self._input_size)
         self._files[name] = {False: path}
 
+    def close(self) -> None:
+        """Remove the files. Without it they go with this object."""
+        self._folder.cleanup()
+
     def file(self, name: str, *, int8: bool) -> Path:
         """Return the ONNX file of a network, quantized where that is asked for."""
         from dsimg_export.int8 import quantize_static_int8
@@ -165,32 +171,65 @@ def choose(
     blocks = removal_order(units, ranked, round_to=round_to, max_ratio=max_ratio)
     original = copy.deepcopy(model).to("meta") if yardstick.cheap else model
 
-    def measure(count: int) -> float:
+    def left(gone: Sequence[Block]) -> float:
         candidate = copy.deepcopy(original)
-        cut(candidate, units, kept_after(units, blocks, count))
+        cut(candidate, units, kept_after(units, gone, len(gone)))
         return yardstick.share(candidate)
 
     if yardstick.cheap:
-        count, share = search(len(blocks), measure, target=goal)
+        gone, share = _nearest(blocks, left, goal=goal)
     else:
         # Half of what counts as reached, since what is measured again will be a little different.
         count, share = search(
-            len(blocks), measure, target=goal, tolerance=goal * TOLERANCE / 2, max_calls=LATENCY_CALLS
+            len(blocks),
+            lambda count: left(blocks[:count]),
+            target=goal,
+            tolerance=goal * TOLERANCE / 2,
+            max_calls=LATENCY_CALLS,
         )
+        gone = blocks[:count]
     shortfall = None
     if abs(share - goal) > goal * TOLERANCE:
         if not blocks:
             shortfall = f"nothing is wider than {round_to} channels (--round_to) that may be cut"
-        elif share > goal and count == len(blocks):
+        elif share > goal and len(gone) == len(blocks):
             shortfall = (
                 f"no more can go with --round_to {round_to}, --max_ratio {max_ratio:g} and what is protected or cannot "
                 "be cut"
             )
         elif yardstick.cheap:
             shortfall = f"blocks of {round_to} channels are that coarse here: give a smaller --round_to"
+            if round_to == 1:
+                shortfall = "the next channels that go together are too many, and what else can go is too little"
         else:
             shortfall = f"the session's latency makes steps there, and {LATENCY_CALLS} measurements found none nearer"
-    return Choice(units, kept_after(units, blocks, count), share, shortfall)
+    return Choice(units, kept_after(units, gone, len(gone)), share, shortfall)
+
+
+def _nearest(
+    blocks: list[Block], left: Callable[[Sequence[Block]], float], *, goal: float
+) -> tuple[list[Block], float]:
+    """Return the blocks that go and what they leave, nearest to the goal.
+
+    Where the next block would go too far, such as an attention head with its share of a whole stage, its unit stays as
+    it is by then, and the others go on.
+    """
+
+    def beyond(start: int, blocks: list[Block]) -> tuple[int, float]:
+        count, share = search(len(blocks) - start, lambda more: left(blocks[: start + more]), target=goal)
+        return start + count, share
+
+    found: list[tuple[list[Block], float]] = []
+    start = 0
+    while len(found) < COARSE_UNITS:
+        end, share = beyond(start, blocks)
+        found.append((blocks[:end], share))
+        if abs(share - goal) <= goal * TOLERANCE or (end == len(blocks) if share > goal else end == 0):
+            break
+        start = end if share > goal else end - 1
+        coarse = blocks[start].unit
+        blocks = blocks[:start] + [block for block in blocks[start:] if block.unit != coarse]
+    return min(found, key=lambda one: abs(one[1] - goal))
 
 
 # --- What a cut needs of the data -------------------------------------------------------------------------------
@@ -204,8 +243,8 @@ def training_batches(
     preprocess, split = setup.network.preprocess, setup.folder.train
     images = data.TrainImages(split, preprocess, setup.augmentation, seed=seed)
     order = epoch_order(len(split.files), seed=seed, epoch=0)[:count]
-    for start in range(0, len(order), BATCH):
-        ids = order[start : start + BATCH]
+    # Batches of one size: each counts as much in BatchNorm's average, which one image alone may not even have.
+    for ids in np.array_split(order, math.ceil(len(order) / BATCH)):
         pixels, _ = images.batch(ids, epoch=0)
         yield data.to_input(pixels, preprocess, device), torch.from_numpy(split.labels[ids]).to(device)
 

@@ -16,26 +16,47 @@ ADAPTERS = "dsimg_hints"  # what is added to the student while it learns, and is
 Hook = Callable[[nn.Module, Any, Any], None]
 
 
+class Adapters(nn.ModuleDict):
+    """Convolutions by number. A student that is an nn.Sequential runs through all its children, this one too."""
+
+    def forward(self, output: Tensor) -> Tensor:
+        """Return what it was given."""
+        return output
+
+
 class Hints:
     """Catches the features of both networks; the student's go through adapters, which are trained with it."""
 
     def __init__(
-        self, student: nn.Module, teacher: nn.Module, pairs: Sequence[str], *, size: int, teacher_size: int
+        self,
+        student: nn.Module,
+        teacher: nn.Module,
+        pairs: Sequence[str],
+        *,
+        size: int,
+        ask_teacher: Callable[[Tensor], object],
     ) -> None:
-        """`pairs`: "LAYER" or "STUDENT_LAYER:TEACHER_LAYER", modules that give feature maps (N, C, H, W); `size` and
-        `teacher_size`: the sides of the networks' inputs. Adds the adapters to `student`.
+        """`pairs`: "LAYER" or "STUDENT_LAYER:TEACHER_LAYER", modules that give feature maps (N, C, H, W); `size`: the
+        side of the student's input; `ask_teacher` runs the teacher, whose weights may be anywhere, on the student's
+        images. Adds the adapters to `student`.
 
         Raises ConfigError: no such layer, or one that gives something else.
         """
+        shape = (2, 3, size, size)
+
+        def ask_student() -> object:
+            return dry_forward(student, shape, device=None, training=False)
+
         self._said: dict[str, Tensor] = {}
         self._taught: dict[str, Tensor] = {}
-        adapters = nn.ModuleDict()
+        adapters = Adapters()
         for index, pair in enumerate(pairs):
             key = str(index)
             mine, _, theirs = pair.partition(":")
             theirs = theirs or mine
-            width = _width(student, mine, size, whose="student")
-            adapters[key] = nn.Conv2d(width, _width(teacher, theirs, teacher_size, whose="teacher"), 1)
+            width = _width(student, mine, ask_student, whose="student")
+            taught = _width(teacher, theirs, lambda: ask_teacher(torch.zeros(shape)), whose="teacher")
+            adapters[key] = nn.Conv2d(width, taught, 1)
             student.get_submodule(mine).register_forward_hook(self._catch_said(key, adapters[key]))
             teacher.get_submodule(theirs).register_forward_hook(self._catch_taught(key))
         student.add_module(ADAPTERS, adapters)
@@ -65,8 +86,8 @@ class Hints:
         return hook
 
 
-def _width(model: nn.Module, layer: str, size: int, *, whose: str) -> int:
-    """Return the channels of a layer's feature map. Raises ConfigError."""
+def _width(model: nn.Module, layer: str, forward: Callable[[], object], *, whose: str) -> int:
+    """Return the channels of a layer's feature map in a forward of the model. Raises ConfigError."""
     modules = dict(model.named_modules())
     if layer not in modules or not layer:
         raise ConfigError(
@@ -78,7 +99,7 @@ def _width(model: nn.Module, layer: str, size: int, *, whose: str) -> int:
         lambda module, args, output: shapes.append(getattr(output, "shape", None))
     )
     try:
-        dry_forward(model, (2, 3, size, size), device=None, training=False)
+        forward()
     finally:
         handle.remove()
     if not shapes or shapes[-1] is None or len(shapes[-1]) != 4:

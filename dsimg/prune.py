@@ -4,6 +4,8 @@ dsimg prune --source RUN --data DIR --out RUN2 --target_macs 0.5
 deepspeed dsimg/prune.py --deepspeed_config ds_configs/zero2.json --source RUN --out RUN2 --target_latency 0.5
 """
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -106,7 +108,8 @@ def _prune(job: Job[PruneConfig]) -> Run:
             network=network,
         )
 
-    setup = plan(dense, config.epochs)
+    # Of a copy: gradient checkpointing changes what it is planned for.
+    setup = plan(dataclasses.replace(dense, model=copy.deepcopy(dense.model)), config.epochs)
     if config.sparsity_epochs and setup.ds.zero_stage == 3:
         raise ConfigError(
             "--sparsity_epochs needs whole layers on each rank, and ZeRO-3 cuts them up. Use a lower stage for "
@@ -121,42 +124,45 @@ def _prune(job: Job[PruneConfig]) -> Run:
         reads += [Path(who)] if Path(who) not in reads and Path(who).exists() else []
     setup.rows[-1:-1] = _target_rows(config)
     run = job.begin(setup, begun=begun, reads=reads)
-    cutter = _Cutter(config, source, dense, setup, world)
-    if config.scan:
-        world.on_rank_zero(lambda: _scan(run, cutter))
-        return Run.open(path)
-    before = cutter.measure_source(path / SOURCE)
+    # Its sessions' files go even where the process ends by os._exit.
+    with contextlib.closing(_Cutter(config, source, dense, setup, world)) as cutter:
+        if config.scan:
+            world.on_rank_zero(lambda: _scan(run, cutter))
+            return Run.open(path)
+        before = cutter.measure_source(path / SOURCE)
 
-    network = dense
-    for phase in _phases(config, path, goal=cutter.goal):
-        end = phase.folder / "weights.safetensors"
-        if not phase.last and world.on_rank_zero(end.exists):
+        network = dense
+        for phase in _phases(config, path, goal=cutter.goal):
+            end = phase.folder / "weights.safetensors"
+            if not phase.last and world.on_rank_zero(end.exists):
+                world.on_rank_zero(functools.partial(_remove_cut, phase.folder))  # killed just before it did
+                network = _load(dense, phase.folder, end, classes=len(classes))
+                continue
+            if phase.goal is not None:
+                if job.watch is not None:
+                    job.watch.at(0, STARTING)  # a search may take longer than a rank may stand still
+                network = cutter.cut(network, phase)
+            phase.folder.mkdir(parents=True, exist_ok=True)
+            resumed = job.resume_point(phase.folder / "checkpoints")
+            here = plan(network, phase.epochs)
+            job.go_on(here, resumed)
+            trained = fit_run(
+                Run(phase.folder, None),
+                dataclasses.replace(config, epochs=phase.epochs),
+                here,
+                world=world,
+                resumed=resumed,
+                loss=_loss(here, config, teacher, cutter, world, sparse=phase.goal is None),
+                stop=job.stop,
+                watch=job.watch,
+            )
+            if phase.last:
+                return _finish(run, here, trained, cutter, before)
+            world.on_rank_zero(functools.partial(save_weights, trained_weights(trained), end))
+            world.on_rank_zero(functools.partial(_remove_cut, phase.folder))
+            del trained
+            gc.collect()  # the engine and its network refer to one another
             network = _load(dense, phase.folder, end, classes=len(classes))
-            continue
-        if phase.goal is not None:
-            if job.watch is not None:
-                job.watch.at(0, STARTING)  # a search may take longer than a rank may stand still
-            network = cutter.cut(network, phase)
-        phase.folder.mkdir(parents=True, exist_ok=True)
-        resumed = job.resume_point(phase.folder / "checkpoints")
-        here = plan(network, phase.epochs)
-        job.go_on(here, resumed)
-        trained = fit_run(
-            Run(phase.folder, None),
-            dataclasses.replace(config, epochs=phase.epochs),
-            here,
-            world=world,
-            resumed=resumed,
-            loss=_loss(here, config, teacher, cutter, world, sparse=phase.goal is None),
-            stop=job.stop,
-            watch=job.watch,
-        )
-        if phase.last:
-            return _finish(run, here, trained, cutter, before)
-        world.on_rank_zero(functools.partial(save_weights, trained_weights(trained), end))
-        del trained
-        gc.collect()  # the engine and its network refer to one another
-        network = _load(dense, phase.folder, end, classes=len(classes))
     raise AssertionError("the last phase returns")
 
 
@@ -264,6 +270,11 @@ class _Cutter:
             )
         return self._sessions
 
+    def close(self) -> None:
+        """Remove the sessions' files."""
+        if self._sessions is not None:
+            self._sessions.close()
+
     @functools.cached_property
     def goal(self) -> float:
         """The share of the source's MACs, parameters or latency that is to be left in the end."""
@@ -343,8 +354,9 @@ class _Cutter:
             gradients=gradients,
             seed=config.seed,
         )
-        if choice.share > 0.999:
-            raise ModelError(f"nothing can be cut: {choice.shortfall}.")
+        if choice.share > 0.999 and phase.last:  # an earlier one of several cuts may be too small for a block
+            near = f"{phase.goal:g} of it is nearest to the whole network. Give a smaller target"
+            raise ModelError(f"nothing can be cut: {choice.shortfall or near}.")
         record = cut(model, choice.units, choice.kept, before=network.pruning)
         phase.folder.mkdir(parents=True, exist_ok=True)
         record.save(phase.folder / "pruning.json")
@@ -374,7 +386,7 @@ class _Cutter:
 
     def _evaluate(self, network: Network) -> loop.Evaluation | None:
         preprocess = network.preprocess
-        return loop.evaluate(
+        result = loop.evaluate(
             inference_forward(network.model, config=None, world=self.world),
             world=self.world,
             batches=validation_batches(self.setup.folder.val, preprocess, self.setup, self.world),
@@ -382,6 +394,8 @@ class _Cutter:
             preprocess=preprocess,
             classes=self.setup.folder.classes,
         )
+        network.model.cpu()  # the device is the training's
+        return result
 
 
 def _compare(
@@ -502,6 +516,16 @@ def _scan(run: Run, cutter: _Cutter) -> None:
 def _finish(run: Run, setup: TrainPlan, trained: Trained, cutter: _Cutter, before: Mapping[str, Any]) -> Run:
     """Put the pruned network beside its source, and end the run."""
     metrics, rows = cutter.world.on_rank_zero(lambda: _compare(run, setup, trained, cutter, before))
+    finished = finish_run(run, cutter.config, setup, trained, metrics={"pruning": metrics}, rows=rows)
+    cutter.world.on_rank_zero(lambda: _remove_cut(run.path))  # only now: a resumed run begins with them
+    return finished
+
+
+def _remove_cut(folder: Path) -> None:
+    """Remove the weights that a training began with, where its own are kept now."""
     for name in (WEIGHTS_CUT, WEIGHTS_BEGIN):
-        (run.path / name).unlink(missing_ok=True)
-    return finish_run(run, cutter.config, setup, trained, metrics={"pruning": metrics}, rows=rows)
+        (folder / name).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    cli.run(prune)

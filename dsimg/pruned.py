@@ -1,6 +1,7 @@
 """Cut channels out of a network, and rebuild the narrowed one from its architecture and a record in JSON, no pickle."""
 
 import json
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ class Record:
                     f"the pruning record has schema {content['schema']}, this dsimg reads {SCHEMA}. Use the dsimg "
                     "version named in the run's run.json."
                 )
-            lists = [np.array(positions, np.int64) for positions in content["kept"]]
+            lists = [np.array([operator.index(position) for position in part], np.int64) for part in content["kept"]]
             kept = {
                 name: {int(dim): lists[number] for dim, number in dims.items()}
                 for name, dims in content["tensors"].items()
@@ -129,7 +130,8 @@ def rebuild(model: nn.Module, record: Record) -> None:
         for name, dims in record.kept.items()
         if name in tensors
         for dim, positions in dims.items()
-        if dim >= tensors[name].dim() or (len(positions) and int(positions[-1]) >= tensors[name].shape[dim])
+        if not 0 <= dim < tensors[name].dim()
+        or not all(0 <= position < tensors[name].shape[dim] for position in positions.tolist())
     ]
     if unknown or short:
         raise ModelError(

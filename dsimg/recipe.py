@@ -235,11 +235,19 @@ class TaughtRecipe(Recipe, Teaching):
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)
         Teaching.__post_init__(self)
+        if self.cache_teacher is not None:
+            _check_outside(self.run_path, self.cache_teacher, flag="cache_teacher")
         if self.loss == "dkd" and (self.mixup > 0 or self.cutmix > 0):
             raise ConfigError(
                 "--loss dkd sets the true class apart, and --mixup and --cutmix make images of two. Use --loss dist or "
                 "kd with them, or leave them away."
             )
+
+
+def _check_outside(run: Path, other: Path, *, flag: str) -> None:
+    """Raise ConfigError where a folder lies in a run's, which --overwrite would remove with it."""
+    if run.resolve() in (other.resolve(), *other.resolve().parents):
+        raise ConfigError(f"--{flag} {other} lies in --out {run}, which --overwrite removes. Choose another folder.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,14 +266,16 @@ class DistillConfig(TaughtRecipe, NetworkChoice):
         return self.out or Path("runs") / f"{Path(self.source[0]).name}-{(self.model or 'student').split(':')[-1]}"
 
     def __post_init__(self) -> None:
-        TaughtRecipe.__post_init__(self)
-        NetworkChoice.__post_init__(self)
         if not self.source:
             raise ConfigError("--source names no teacher. Give a run folder.")
+        TaughtRecipe.__post_init__(self)
+        NetworkChoice.__post_init__(self)
         if self.model is None and self.weights is None:
             raise ConfigError("distill needs the student: --model resnet18, or --weights of a run to go on from.")
         if self.loss == "hint" and len(self.source) > 1:
             raise ConfigError("--loss hint compares the features of one teacher. Give one --source, or --loss dist.")
+        if self.baseline is not None:
+            _check_outside(self.run_path, self.baseline, flag="baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,7 +289,7 @@ class PruneConfig(TaughtRecipe):
     target_params: float | None = None
     """The share of the source's parameters that is to be left."""
     target_latency: str | None = None
-    """What ONNX Runtime's session on this machine is to take: a share of the source's latency (0.5), or a time (5ms)."""
+    """What ONNX Runtime takes here for one run: a share of the latency of the source (0.5), or a time (5ms)."""
     served_as: Literal["fp32", "int8"] = "fp32"
     """The precision that the network will be served in: what --target_latency measures, and what the result is held
     against."""

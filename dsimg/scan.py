@@ -127,14 +127,17 @@ def _draw(path: Path, scan: Scan) -> None:
     axes = figure.add_subplot()
     shares = [0.0, *(100 * ratio for ratio in scan.ratios)]
     order = sorted(range(len(scan.units)), key=lambda index: scan.accuracy[index])
-    for index in order[WORST_SHOWN:]:
-        axes.plot(shares, [100 * value for value in (scan.whole, *scan.accuracy[index])], color="0.75", linewidth=1)
     colours = itertools.cycle(f"C{number}" for number in range(10))
     styles = itertools.chain(itertools.repeat("-", 10), itertools.repeat("--"))
     for index, colour, style in zip(order[:WORST_SHOWN], colours, styles, strict=False):
         values = [100 * value for value in (scan.whole, *scan.accuracy[index])]
         axes.plot(shares, values, color=colour, linestyle=style, marker="o", markersize=3, label=scan.units[index].name)
-    axes.set(xlabel="channels cut (%)", ylabel="Top-1 (%)", xticks=shares, title="One group of channels cut alone")
+    for number, index in enumerate(order[WORST_SHOWN:]):
+        values = [100 * value for value in (scan.whole, *scan.accuracy[index])]
+        label = None if number else f"the other {len(order) - WORST_SHOWN}"
+        axes.plot(shares, values, color="0.75", linewidth=1, zorder=1, label=label)
+    axes.set(xlabel="channels cut (%)", xticks=shares, title="One group of channels cut alone, nothing trained")
+    axes.set_ylabel(f"Top-1 on {scan.images:,} validation images (%)")
     axes.grid(alpha=0.3)
     rest = f"the most sensitive of {len(scan.units)}" if len(scan.units) > WORST_SHOWN else "groups"
     axes.legend(title=rest, fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)

@@ -109,20 +109,32 @@ class Teacher:
     """One network, or several whose probabilities are averaged; always in eval mode, without gradients.
 
     `logits` takes the student's view, normalised for the student, and hands each network what it expects: its own
-    size and normalisation. `seconds` is what that has cost so far on this rank.
+    size and normalisation. `seconds` is what that has cost so far on this rank. `digest` is what `digest_of` said of
+    the members before their weights were cast and shared out, where there is a cache that asks for it.
     """
 
     def __init__(
-        self, members: Sequence[Member], *, student: Preprocess, world: World, precision: str, sharded: bool
+        self,
+        members: Sequence[Member],
+        *,
+        student: Preprocess,
+        world: World,
+        precision: str,
+        sharded: bool,
+        digest: str | None = None,
     ) -> None:
         self.members = tuple(members)
+        self.digest = digest
         self._student = student
         self._world = world
+        self.device = world.device
         self.precision = precision
         self._sharded = sharded
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
         config = _sharded_config(precision) if sharded else None
+        for member in members:
+            member.model.to(DTYPES[precision])  # buffers too, which DeepSpeed would leave: BatchNorm takes no mixture
         self._forwards = [
             inference_forward(member.model, config=config, world=world, dtype=DTYPES[precision]) for member in members
         ]
@@ -158,16 +170,6 @@ class Teacher:
         self._events.clear()
         return self._seconds
 
-    def digest(self) -> str:
-        """Return a hash of all weights and views, by which a cache knows its teacher."""
-        total = hashlib.sha256()
-        for member in self.members:
-            total.update(repr((member.preprocess, member.order)).encode())
-            for name, tensor in member.model.state_dict().items():
-                total.update(name.encode())
-                total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
-
     def _start(self) -> Any:
         if self._world.device.type != "cuda":
             return time.perf_counter()
@@ -178,6 +180,17 @@ class Teacher:
             self._seconds += time.perf_counter() - began
             return
         self._events.append((began, _cuda_event()))
+
+
+def digest_of(members: Sequence[Member]) -> str:
+    """Return a hash of all weights and views, by which a cache knows its teacher; while the weights are whole."""
+    total = hashlib.sha256()
+    for member in members:
+        total.update(repr((member.preprocess, member.order)).encode())
+        for name, tensor in member.model.state_dict().items():
+            total.update(name.encode())
+            total.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _cuda_event() -> Any:
@@ -231,7 +244,8 @@ def open_teacher(
     how = "sharded over the ranks (ZeRO-3)" if sharded else "whole on each rank"
     mean = "; the mean of their probabilities" if len(members) > 1 else ""
     rows.append(("", f"in {precision}, {bytes_text(size)}, {how}{mean}"))
-    teacher = Teacher(members, student=student, world=world, precision=precision, sharded=sharded)
+    digest = world.on_rank_zero(lambda: digest_of(members)) if config.cache_teacher is not None else None
+    teacher = Teacher(members, student=student, world=world, precision=precision, sharded=sharded, digest=digest)
     return teacher, rows
 
 
@@ -250,7 +264,7 @@ def open_cache(config: TaughtRecipe, setup: TrainPlan, teacher: Teacher, world: 
     augmentation = setup.augmentation
     mixes = config.mixup > 0 or config.cutmix > 0
     key = {
-        "teacher": teacher.digest(),
+        "teacher": teacher.digest,
         "teacher precision": teacher.precision,
         "seed": config.seed,
         "augmentation": {**dataclasses.asdict(augmentation), "size": list(augmentation.size)},
@@ -271,13 +285,12 @@ def open_hints(config: TaughtRecipe, student: Network, teacher: Teacher) -> Hint
     """Add to the student what --loss hint needs, or return None. Raises ConfigError."""
     if not config.hint_layers:
         return None
-    member = teacher.members[0]
     return Hints(
         student.model,
-        member.model,
+        teacher.members[0].model,
         config.hint_layers,
         size=student.preprocess.input_size[1],
-        teacher_size=member.preprocess.input_size[1],
+        ask_teacher=lambda images: teacher.logits(images.to(teacher.device)),
     )
 
 
@@ -322,15 +335,15 @@ def distillation_loss(
     alpha, temperature = alpha_of(config), temperature_of(config)
 
     def of_teacher(images: Tensor, targets: loop.Targets) -> Tensor:
-        known = cache.read(targets.epoch, targets.ids) if cache is not None else None
+        if cache is None:
+            return teacher.logits(images)
+        # What only fills the batch up is not mixed as that sample is elsewhere: it is not kept.
+        real = targets.weights.cpu().numpy() > 0
+        known = cache.read(targets.epoch, targets.ids)
         if teacher.agree(known is not None) and known is not None:
+            cache.replayed += int(real.sum())
             return known.to(images.device)
-        logits = teacher.logits(images)
-        if cache is not None:
-            # What only fills the batch up is not mixed as that sample is elsewhere: it is not kept.
-            real = targets.weights.cpu().numpy() > 0
-            logits = cache.write(targets.epoch, targets.ids, logits, keep=real).to(images.device)
-        return logits
+        return cache.write(targets.epoch, targets.ids, teacher.logits(images), keep=real).to(images.device)
 
     def loss(output: Any, images: Tensor, targets: loop.Targets) -> Tensor:
         labels_part = on_labels(output, images, targets)

@@ -28,8 +28,8 @@ class TeacherCache:
 
     def __init__(self, folder: Path, *, samples: int, classes: int) -> None:
         self._folder, self._samples, self._classes = folder, samples, classes
-        self.replayed = 0  # samples that were found
-        self.computed = 0  # samples that had to be computed
+        self.replayed = 0  # views that the caller took from here
+        self.computed = 0  # views that had to be computed
         width = min(classes, TOP_K)
         fields: list[tuple[Any, ...]] = [("logits", "<f2", (width,))]
         if classes > TOP_K:
@@ -48,14 +48,13 @@ class TeacherCache:
         content = b"".join(os.pread(descriptor, size, index * size).ljust(size, b"\0") for index in ids.tolist())
         rows = np.frombuffer(content, self._row)
         if any(zlib.crc32(row["payload"].tobytes()) != row["check"] for row in rows):
-            self.computed += len(ids)
             return None
-        self.replayed += len(ids)
         return self._unpack(rows["payload"])
 
     def write(self, epoch: int, ids: NDArray[np.int64], logits: Tensor, *, keep: NDArray[np.bool_]) -> Tensor:
         """Keep the logits (N, C) of those samples (N,), and return all of them as `read` will. Raises RunError."""
         payload = self._pack(logits)
+        self.computed += int(keep.sum())
         rows = np.zeros(len(ids), self._row)
         rows["payload"] = payload
         rows["check"] = [zlib.crc32(part.tobytes()) for part in payload]
@@ -65,8 +64,8 @@ class TeacherCache:
                 os.pwrite(descriptor, row.tobytes(), index * size)
         except OSError as error:
             raise RunError(
-                f"cannot write the teacher's cache {self._folder}: {error.strerror}. Free some space there, or leave "
-                "--cache_teacher away; the same command goes on."
+                f"cannot write the teacher's cache {self._folder}: {error.strerror}. Free some space there; the "
+                "same command goes on."
             ) from error
         return self._unpack(payload)
 
@@ -75,7 +74,14 @@ class TeacherCache:
             if self._open is not None:
                 os.close(self._open[1])
             path = self._folder / f"epoch_{epoch:05d}.bin"
-            self._open = epoch, os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._open = None
+            try:
+                self._open = epoch, os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise RunError(
+                    f"cannot open the teacher's cache {path}: {error.strerror}. Make it writable; the same command "
+                    "goes on."
+                ) from error
         return self._open[1]
 
     def _pack(self, logits: Tensor) -> NDArray[Any]:
@@ -117,9 +123,15 @@ def prepare_cache(folder: Path, key: Mapping[str, Any]) -> None:
                 "Choose another folder for the cache."
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        strange = any(folder.iterdir())
+    except OSError as error:
+        raise RunError(
+            f"--cache_teacher {folder} is no folder to write to: {error.strerror}. Choose another."
+        ) from error
+    if strange:
         raise RunError(f"--cache_teacher {folder} holds something other than a cache. Choose another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(path, expected)
 
 

@@ -1,11 +1,20 @@
 import json
+import math
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from dsimg.metrics import NO_CLASS, evaluation_report, top_k, wilson_interval
+from dsimg.metrics import (
+    NO_CLASS,
+    accuracy_text,
+    compared_text,
+    evaluation_report,
+    mcnemar,
+    top_k,
+    wilson_interval,
+)
 
 
 def test_wilson_interval_values():
@@ -123,6 +132,53 @@ def test_report_matches_a_count_by_hand_on_random_predictions():
 def test_a_label_outside_the_classes_is_our_own_mistake():
     with pytest.raises(AssertionError, match="a label is not a class"):
         evaluation_report(labels=np.array([2]), top=np.array([[0, 1]]), losses=np.zeros(1), classes=["a", "b"])
+
+
+def answers(both: int, gained: int, lost: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of some images two classifiers get right."""
+    ours = [True] * both + [True] * gained + [False] * lost + [False] * neither
+    theirs = [True] * both + [False] * gained + [True] * lost + [False] * neither
+    return np.array(ours, bool), np.array(theirs, bool)
+
+
+def test_mcnemar_values():
+    test = mcnemar(*answers(70, 10, 2, 18))
+    half = 1.959964 * math.sqrt(12 - 8**2 / 100) / 100
+    assert test == {
+        "gained": 10,
+        "lost": 2,
+        "p_value": pytest.approx(2 * (1 + 12 + 66) / 2**12),
+        "difference": 0.08,
+        "interval": [pytest.approx(0.08 - half), pytest.approx(0.08 + half)],
+    }
+    swapped = mcnemar(*reversed(answers(70, 10, 2, 18)))
+    assert (swapped["gained"], swapped["lost"], swapped["difference"]) == (2, 10, -0.08)
+    assert swapped["p_value"] == test["p_value"]
+
+
+@pytest.mark.parametrize("n", [1, 5, 600])
+def test_mcnemar_of_an_even_split_is_sure_of_nothing(n):
+    assert mcnemar(*answers(3, n, n, 4))["p_value"] == 1.0
+
+
+def test_mcnemar_where_both_are_right_and_wrong_together():
+    same = {"gained": 0, "lost": 0, "p_value": 1.0, "difference": 0.0}
+    assert mcnemar(*answers(5, 0, 0, 5)) == {**same, "interval": [0.0, 0.0]}
+    assert mcnemar(*answers(0, 0, 0, 0)) == {**same, "interval": [-1.0, 1.0]}
+
+
+def test_mcnemar_of_many_images_neither_overflows_nor_loses_its_figures():
+    # 2^3000 is beyond a float. By the normal approximation with continuity, z = 99 / sqrt(3000): p = 0.0707.
+    assert mcnemar(*answers(0, 1550, 1450, 0))["p_value"] == pytest.approx(0.0707, abs=5e-4)
+    assert 0 <= mcnemar(*answers(0, 5000, 1000, 0))["p_value"] < 1e-300
+
+
+def test_shares_and_comparisons_in_words():
+    share = {"value": 0.75, "interval": [0.5, 1.0]}
+    assert accuracy_text(share) == "75.00%  (95 % interval 50.00% to 100.00%)"
+    assert compared_text(mcnemar(*answers(70, 10, 2, 18))) == (
+        "+8.00 points (+1.39 to +14.61): 10 images won, 2 lost; McNemar p = 0.039"
+    )
 
 
 def test_metrics_does_not_load_torch():
