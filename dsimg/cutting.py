@@ -161,14 +161,15 @@ def choose(
     importance: str,
     round_to: int,
     max_ratio: float,
+    whole: Sequence[float] | None = None,
     gradients: dict[str, Tensor] | None,
     seed: int,
 ) -> Choice:
     """Choose what to cut so that `yardstick` shows `goal`, a share of the source's. The model, on the CPU, stays as it
-    is."""
+    is; `whole` are the channels that each unit had before earlier cuts, which `max_ratio` is a share of."""
     units = found.units
     ranked = scores(model, units, importance=importance, seed=seed, gradients=gradients)
-    blocks = removal_order(units, ranked, round_to=round_to, max_ratio=max_ratio)
+    blocks = removal_order(units, ranked, round_to=round_to, max_ratio=max_ratio, whole=whole)
     original = copy.deepcopy(model).to("meta") if yardstick.cheap else model
 
     def left(gone: Sequence[Block]) -> float:

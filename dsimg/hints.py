@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from dsimg import losses
 from dsimg.errors import ConfigError, near
 from dsimg.models import dry_forward
-
-ADAPTERS = "dsimg_hints"  # what is added to the student while it learns, and is left out of its weights
+from dsimg.shards import ADAPTERS
 
 Hook = Callable[[nn.Module, Any, Any], None]
 

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from dsimg import cli, loop, models
+from dsimg.channels import Unit
 from dsimg.console import count_text
 from dsimg.cutting import (
     BATCHNORM_IMAGES,
@@ -132,7 +133,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
         before = cutter.measure_source(path / SOURCE)
 
         network = dense
-        for phase in _phases(config, path, goal=cutter.goal):
+        for phase in _phases(config, path, goal=before["goal"]):
             end = phase.folder / "weights.safetensors"
             if not phase.last and world.on_rank_zero(end.exists):
                 world.on_rank_zero(functools.partial(_remove_cut, phase.folder))  # killed just before it did
@@ -196,6 +197,9 @@ def _loss(
     sparse: bool,
 ) -> loop.Loss:
     """Return the loss of one training: the labels, the teacher, and before the first cut the penalty on channels."""
+    penalty = None
+    if sparse:  # before hints add to the network
+        penalty = sparsity_penalty(setup.network.model, cutter.found(setup.network).units, strength=config.sparsity)
     if teacher is None:
         loss = loop.classification_loss(config.label_smoothing)
     else:
@@ -206,9 +210,8 @@ def _loss(
             cache=open_cache(config, setup, teacher, world),
             hints=open_hints(config, setup.network, teacher),
         )
-    if not sparse:
+    if penalty is None:
         return loss
-    penalty = sparsity_penalty(setup.network.model, cutter.found(setup.network).units, strength=config.sparsity)
 
     def with_penalty(output: Any, images: Tensor, targets: loop.Targets) -> Tensor:
         return loss(output, images, targets) + penalty()
@@ -275,9 +278,8 @@ class _Cutter:
         if self._sessions is not None:
             self._sessions.close()
 
-    @functools.cached_property
-    def goal(self) -> float:
-        """The share of the source's MACs, parameters or latency that is to be left in the end."""
+    def _goal(self) -> float:
+        """Return the share of the source's MACs, parameters or latency that is to be left in the end."""
         config = self.config
         if config.target_latency is None:
             return float(config.target_macs or config.target_params or 0)
@@ -295,12 +297,14 @@ class _Cutter:
         return seconds / source
 
     def measure_source(self, path: Path) -> dict[str, Any]:
-        """Return the source's accuracy on the validation images, measured at the first start and kept in `path`."""
+        """Return the source's accuracy on the validation images and the goal, measured at the first start and kept in
+        `path`."""
         if not self.world.on_rank_zero(path.exists):
+            goal = self._goal()
             result = self._evaluate(self.dense)
             if result is not None:
                 right = (result.top[:, 0] == result.split.labels).astype(int)
-                write_json(path, {"top1": result.report["top1"], "right": right.tolist()})
+                write_json(path, {"top1": result.report["top1"], "right": right.tolist(), "goal": goal})
                 self._say(f"the source: Top-1 {accuracy_text(result.report['top1'])}")
         return self.world.on_rank_zero(lambda: read_json(path))
 
@@ -331,7 +335,7 @@ class _Cutter:
     def _choose(self, network: Network, phase: Phase) -> dict[str, Any]:
         config, side = self.config, network.preprocess.input_size[1]
         assert phase.goal is not None
-        self._say(f"looking for {phase.goal:.3f} of the source's {self._what()}")
+        self._say(f"looking for {phase.goal:.3f} of the source's {self.what}")
         found = self.found(network)
         for note in found.notes:
             cli.context().terminal.warn(note)
@@ -351,6 +355,7 @@ class _Cutter:
             importance=config.importance,
             round_to=config.round_to,
             max_ratio=config.max_ratio,
+            whole=self._whole(model, found.units),
             gradients=gradients,
             seed=config.seed,
         )
@@ -361,7 +366,7 @@ class _Cutter:
         phase.folder.mkdir(parents=True, exist_ok=True)
         record.save(phase.folder / "pruning.json")
         save_weights(model.state_dict(), phase.folder / WEIGHTS_CUT)
-        said = f"{choice.share:.3f} of the source's {self._what()} left"
+        said = f"{choice.share:.3f} of the source's {self.what} left"
         self._say(said if choice.shortfall is None else f"{said}, not {phase.goal:.3f}: {choice.shortfall}")
         return {"goal": phase.goal, "reached": choice.share, "shortfall": choice.shortfall, "notes": list(found.notes)}
 
@@ -371,7 +376,18 @@ class _Cutter:
             return None
         return mean_gradients(network.model.to(self.world.device), self._batches(GRADIENT_IMAGES))
 
-    def _what(self) -> str:
+    def _whole(self, model: nn.Module, units: Sequence[Unit]) -> list[float]:
+        """Return the channels that each unit had in the source."""
+        source, here = self.dense.model.state_dict(), model.state_dict()
+        firsts = [(unit.channels, unit.slices[0]) for unit in units]
+        return [
+            channels * source[part.tensor].shape[part.dim] / here[part.tensor].shape[part.dim]
+            for channels, part in firsts
+        ]
+
+    @property
+    def what(self) -> str:
+        """What the target is said in."""
         if self.config.target_latency is not None:
             return "latency"
         return "MACs" if self.config.target_macs is not None else "parameters"
@@ -430,7 +446,8 @@ def _compare(
         ("parameters", f"{count_text(parameters[0])} -> {count_text(parameters[1])}"),
     ]
     if cut_report["shortfall"]:
-        rows.append(("", f"{cut_report['reached']:.3f} and not {cut_report['goal']:.3f}: {cut_report['shortfall']}"))
+        missed = f"{cut_report['reached']:.3f} of the source's {cutter.what} and not {cut_report['goal']:.3f}"
+        rows.append(("target", f"! missed: {missed}: {cut_report['shortfall']}"))
     try:
         metrics["latency"] = _latency(cutter, pruned)
     except (ConfigError, ModelError) as error:

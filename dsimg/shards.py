@@ -25,6 +25,7 @@ from dsimg.errors import RunError
 from dsimg.run import Run, sha256, sync_file, sync_folder, write_atomically, write_json
 
 WEIGHT, EMA, BUFFER = "weight", "ema", "buffer"
+ADAPTERS = "dsimg_hints"  # what --loss hint adds to a student while it learns, and is left out of its weights
 SCHEMA = 1
 
 
@@ -261,7 +262,7 @@ def saved_model(path: Path) -> dict[str, Any]:
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
-    """Return a checkpoint's fp32 weights and its buffers as a state dict: the EMA's where there is one.
+    """Return a checkpoint's fp32 weights and its buffers as a state dict: the EMA's where there is one, no adapters.
 
     For plain PyTorch: `model.load_state_dict(read_model(path))`. Raises RunError when the checkpoint is damaged.
     """
@@ -274,6 +275,8 @@ def read_model(path: Path) -> dict[str, Tensor]:
     buffers = pieces.buffers()
     model: dict[str, Tensor] = {}
     for name, (shape, stored_as) in state["tensors"].items():
+        if name.startswith(f"{ADAPTERS}."):
+            continue
         if stored_as in buffers:
             flat = buffers.get(f"ema:{stored_as}", buffers[stored_as])
         else:

@@ -19,11 +19,11 @@ from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.errors import ConfigError, RunError, StopRequested
 from dsimg.folder import read_index, write_index
-from dsimg.hints import ADAPTERS
 from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, check_against_json
 from dsimg.recipe import Recipe
 from dsimg.run import Run, State, hold_lock, read_json, write_atomically, write_json
 from dsimg.session import Trained
+from dsimg.shards import ADAPTERS
 from dsimg.stop import STOPPED, StopWatch, check_stop_file, reason_text
 from dsimg.watch import RankWatch, open_store
 from dsimg.weights import save_weights

@@ -24,13 +24,19 @@ class Block:
 
 
 def removal_order(
-    units: Sequence[Unit], scores: Sequence[NDArray[np.float64]], *, round_to: int, max_ratio: float
+    units: Sequence[Unit],
+    scores: Sequence[NDArray[np.float64]],
+    *,
+    round_to: int,
+    max_ratio: float,
+    whole: Sequence[float] | None = None,
 ) -> list[Block]:
     """Return every block that may be removed, in the order in which they go; any number of them leaves aligned widths.
 
     scores: of each unit (channels,), higher = keep. Within a unit the channels go in ascending score. After each of
     its blocks what is left, channels * width, is a multiple of `round_to`, at least `round_to` and at least
-    1 - max_ratio (0 <= max_ratio <= 1) of the unit; the first block is smaller where the unit is not aligned yet.
+    1 - max_ratio (0 <= max_ratio <= 1) of the unit, or of `whole`, the channels that it had before earlier cuts; the
+    first block is smaller where the unit is not aligned yet.
 
     Between units: the blocks of one kind are ranked by mean score, and all kinds lose the same share of their channels
     at the same time (isomorphic pruning, arXiv 2407.04616): scores of unlike layers do not compare, and one global
@@ -46,7 +52,8 @@ def removal_order(
         totals[unit.kind] += unit.channels
         assert np.isfinite(score).all(), unit.name
         mean = -math.inf
-        for channels in _blocks(unit, score, round_to=round_to, max_ratio=max_ratio):
+        least = (1 - max_ratio) * (unit.channels if whole is None else whole[number])
+        for channels in _blocks(unit, score, round_to=round_to, least=least):
             # Means of ascending scores ascend but for their rounding, and a unit's own order has to hold.
             mean = max(mean, float(score[channels].mean()))
             ranked[unit.kind].append((mean, Block(number, channels)))
@@ -107,11 +114,11 @@ def search(
     return nearest(), found[nearest()]
 
 
-def _blocks(unit: Unit, score: NDArray[np.float64], *, round_to: int, max_ratio: float) -> list[Indices]:
+def _blocks(unit: Unit, score: NDArray[np.float64], *, round_to: int, least: float) -> list[Indices]:
     """Return the unit's blocks, the least important first."""
     step = round_to // math.gcd(round_to, unit.width)  # channels whose width is the smallest multiple of round_to
     # 1e-9: 0.9 of 10 channels is 9, whatever binary fractions say. What is left is never nothing.
-    removable = min(int(max_ratio * unit.channels + 1e-9), unit.channels - 1)
+    removable = min(int(unit.channels - least + 1e-9), unit.channels - 1)
     ascending = np.argsort(score, kind="stable")
     ends = np.arange(unit.channels % step or step, removable + 1, step)
     starts = np.concatenate([[0], ends])

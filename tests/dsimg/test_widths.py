@@ -178,3 +178,11 @@ def test_search_survives_noise_and_stairs(seed):
     assert value == values[count]
     assert abs(value - 2.5) <= 0.125
     assert len(calls) <= 10
+
+
+def test_the_cap_holds_over_all_cuts_together():
+    """Of 16 channels 8 had gone before: a cap of three quarters leaves 4 more to go, not 6."""
+    scores = [np.arange(8.0)]
+    blocks = removal_order([unit(8)], scores, round_to=1, max_ratio=0.75, whole=[16])
+    assert [block.channels.tolist() for block in blocks] == [[0], [1], [2], [3]]
+    assert removal_order([unit(8)], scores, round_to=1, max_ratio=0.5, whole=[16]) == []
