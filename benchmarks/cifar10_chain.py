@@ -46,8 +46,8 @@ def main() -> None:
 
 def commands(step: str, options: argparse.Namespace) -> list[str]:
     """Return the command lines of a step, without the launcher."""
-    out, teacher = options.out, options.out / "teacher"
-    data = f"--data {options.data} --deepspeed_config ds_configs/zero1.json"
+    out, teacher = shlex.quote(str(options.out)), f"{shlex.quote(str(options.out))}/teacher"
+    data = f"--data {shlex.quote(str(options.data))} --deepspeed_config ds_configs/zero1.json"
     if step == "teacher":
         return [f"train {data} --model cifar_resnet56 --epochs {options.epochs_teacher} {RECIPE} --out {teacher}"]
     student = f"{data} --model cifar_resnet20 --epochs {options.epochs} {RECIPE}"

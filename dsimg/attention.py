@@ -33,11 +33,11 @@ def units(model: nn.Module) -> tuple[list[Unit], list[str]]:
     heads and channels reads the weights; on the meta device it goes by number.
     """
     state = model.state_dict()
-    if isinstance(model, VisionTransformer):
+    if type(model) is VisionTransformer:  # a subclass may read its tensors in other ways
         found, notes = _vit(model, state)
-    elif isinstance(model, SwinTransformer):
+    elif type(model) is SwinTransformer:
         found, notes = _swin(model, state)
-    elif isinstance(model, MaxVit):
+    elif type(model) is MaxVit:
         found, notes = _maxvit(model, state)
     else:
         return [], []

@@ -1,6 +1,8 @@
 """From a target to the channels that go: what is measured, how many blocks reach it, and what a cut leaves behind."""
 
+import contextlib
 import copy
+import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +76,15 @@ class Serving:
         )
 
 
+def require_onnxruntime() -> None:
+    """Raise ConfigError where sessions cannot be measured."""
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise ConfigError(
+            "measuring a session needs onnxruntime: pip install 'dsimg[serve-gpu]', or 'dsimg[serve]' on a machine "
+            "without a GPU."
+        )
+
+
 class Sessions:
     """ONNX files of several networks, and the latency of their sessions measured in turn."""
 
@@ -83,13 +94,9 @@ class Sessions:
         self, source: nn.Module, *, serving: Serving, input_size: tuple[int, int, int], calibration: Tensor, say: Say
     ) -> None:
         """`calibration`: (N, 3, H, W) normalised images, for int8. Raises ConfigError without ONNX Runtime."""
-        try:
-            import dsimg_export.session
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"measuring a session needs {error.name}: pip install 'dsimg[serve-gpu]', or 'dsimg[serve]' on a "
-                "machine without a GPU."
-            ) from error
+        require_onnxruntime()
+        import dsimg_export.session
+
         self._measure = dsimg_export.session.latency
         self.serving, self._input_size, self._say = serving, input_size, say
         self._calibration: list[NDArray[np.float32]] = [part.cpu().numpy() for part in torch.split(calibration, 8)]
@@ -151,6 +158,11 @@ class Choice:
     share: float
     shortfall: str | None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether anything goes at all."""
+        return any(len(kept) < unit.channels for unit, kept in zip(self.units, self.kept, strict=True))
+
 
 def choose(
     model: nn.Module,
@@ -170,7 +182,7 @@ def choose(
     units = found.units
     ranked = scores(model, units, importance=importance, seed=seed, gradients=gradients)
     blocks = removal_order(units, ranked, round_to=round_to, max_ratio=max_ratio, whole=whole)
-    original = copy.deepcopy(model).to("meta") if yardstick.cheap else model
+    original = _light(model, yardstick)
 
     def left(gone: Sequence[Block]) -> float:
         candidate = copy.deepcopy(original)
@@ -205,6 +217,16 @@ def choose(
         else:
             shortfall = f"the session's latency makes steps there, and {LATENCY_CALLS} measurements found none nearer"
     return Choice(units, kept_after(units, gone, len(gone)), share, shortfall)
+
+
+def _light(model: nn.Module, yardstick: Yardstick) -> nn.Module:
+    """Return the network without its weights where the yardstick can do without them."""
+    if yardstick.cheap:
+        light = copy.deepcopy(model).to("meta")
+        with contextlib.suppress(Exception):  # a network that reads values: any type
+            yardstick.share(light)
+            return light
+    return model
 
 
 def _nearest(
@@ -302,17 +324,21 @@ def sparsity_penalty(model: nn.Module, units: Sequence[Unit], *, strength: float
     smallest: small ones are driven to nothing together, in every layer that they run through.
     """
     parameters = dict(model.named_parameters())
-    device = next(model.parameters()).device
     slices = [
         [
-            (parameters[part.tensor], part.dim, torch.from_numpy(part.index).to(device))
+            (parameters[part.tensor], part.dim, torch.from_numpy(part.index))
             for part in unit.slices
             if part.tensor in parameters
         ]
         for unit in units
     ]
 
+    indices: dict[int, Tensor] = {}
+
     def penalty() -> Tensor:
+        if not indices:  # not before: the engine moves the network to its device
+            device = next(iter(parameters.values())).device
+            indices.update({id(index): index.to(device) for unit in slices for _, _, index in unit})
         total: Any = 0.0
         squares: dict[tuple[int, int], Tensor] = {}
         for unit in slices:
@@ -325,7 +351,7 @@ def sparsity_penalty(model: nn.Module, units: Sequence[Unit], *, strength: float
                         if tensor.dim() > 1
                         else (tensor.float().square())
                     )
-                energy = energy + squares[key][index].sum(1)
+                energy = energy + squares[key][indices[id(index)]].sum(1)
             size = energy.detach().sqrt()
             span = (size.max() - size.min()).clamp_min(1e-12)
             factor = 2 ** (4 * (size.max() - size) / span)

@@ -11,23 +11,28 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dsimg import cli, loop
-from dsimg.errors import RunError
 from dsimg.forward import inference_forward
-from dsimg.metrics import accuracy_text, compared_text, mcnemar
-from dsimg.plan import TrainPlan, choose_network, data_path, find_images_of, plan_training
+from dsimg.metrics import accuracy_text, compared_text
+from dsimg.plan import TrainPlan, choose_network, data_path, find_images_of
 from dsimg.preprocess import Preprocess
 from dsimg.recipe import DistillConfig
 from dsimg.run import Run, read_json, write_json
 from dsimg.session import Trained, fit_run, validation_batches
 from dsimg.stage import Job, data_of, finish_run, run_stage
-from dsimg.teacher import Teacher, distillation_loss, loss_text, open_cache, open_hints, open_teacher, order_of
+from dsimg.teacher import Teacher, open_teacher, order_of
 from dsimg.teacher_cache import TeacherCache
+from dsimg.teaching import (
+    compare_predictions,
+    distillation_loss,
+    loss_text,
+    open_cache,
+    open_hints,
+    predictions,
+)
 from dsimg.weights import open_network
 from dsimg.world import World
 
@@ -52,15 +57,7 @@ def _distill(job: Job[DistillConfig]) -> Run:
     resumed = job.resume_point(path / "checkpoints")
     images = find_images_of(config, index=path / "index.jsonl.gz" if resumed else None, world=world)
     student = choose_network(config, images, saved=resumed[1]["model"] if resumed else None)
-    setup = plan_training(
-        config,
-        job.raw,
-        ds_source=job.ds_source,
-        batch_size=job.batch_size,
-        world=world,
-        images=images,
-        network=student,
-    )
+    setup = job.plan(config, images, student)
     classes = setup.folder.classes
     if config.baseline is not None:
         order_of(Run.open(config.baseline).model["classes"], classes, flag=f"--baseline {config.baseline}")
@@ -70,7 +67,8 @@ def _distill(job: Job[DistillConfig]) -> Run:
     hints = open_hints(config, student, teacher)
     job.go_on(setup, resumed)
     given = [Path(source) for source in (*config.source, *([config.weights] if config.weights else []))]
-    run = job.begin(setup, begun=resumed is not None, reads=[path for path in given if path.exists()])
+    reads = [path for path in given if path.exists()]
+    run = job.begin(setup, begun=resumed is not None, reads=reads, same=[Path(source) for source in config.source])
     _measure_teacher(run, setup, teacher, world)
     before = teacher.seconds
     trained = fit_run(
@@ -83,7 +81,8 @@ def _distill(job: Job[DistillConfig]) -> Run:
         stop=job.stop,
         watch=job.watch,
     )
-    cost = (teacher.seconds - before) / trained.seconds if trained.seconds else 0.0
+    # A start that only had the end left to do has no share to tell.
+    cost = (teacher.seconds - before) / trained.seconds if trained.stepped else None
     return _finish(run, config, setup, trained, teacher, cache, cost=cost, world=world)
 
 
@@ -94,9 +93,9 @@ def _measure_teacher(run: Run, setup: TrainPlan, teacher: Teacher, world: World)
         return
     measured = _evaluate(teacher.logits, setup.network.preprocess, setup, world)
     if measured is not None:
-        report = measured.report
-        write_json(path, {"top1": report["top1"], "images": report["images"], "predicted": measured.top[:, 0].tolist()})
-        terminal.say(f"the teacher, as the student sees the validation images: Top-1 {report['top1']['value']:.2%}")
+        write_json(path, predictions(measured))
+        top1 = measured.report["top1"]["value"]
+        terminal.say(f"the teacher, as the student sees the validation images: Top-1 {top1:.2%}")
 
 
 def _evaluate(
@@ -120,7 +119,7 @@ def _finish(
     teacher: Teacher,
     cache: TeacherCache | None,
     *,
-    cost: float,
+    cost: float | None,
     world: World,
 ) -> Run:
     """Put student, teacher and baseline beside one another, and end the run."""
@@ -149,43 +148,33 @@ def _finish(
         rows = _rows(metrics, config)
         if cache is not None:
             metrics["cache"] = {"replayed": replayed, "computed": computed}
-            rows.append(("teacher's cache", f"{replayed:,} views replayed, {computed:,} computed"))
+            rows.append(("teacher's cache", f"{replayed:,} views replayed, {computed:,} computed since the last start"))
         rows.append(("next", f"dsimg evaluate --source {run.path} --data {data_path(config)}"))
     return finish_run(run, config, setup, trained, metrics={"distillation": metrics}, rows=rows)
 
 
 def _compare(student: loop.Evaluation, teacher: Mapping[str, Any], baseline: loop.Evaluation | None) -> dict[str, Any]:
-    said = student.top[:, 0]
-    taught = np.array(teacher["predicted"])
-    if len(taught) != len(said):
-        raise RunError(
-            f"the validation images have changed since the teacher was measured ({len(taught)} readable ones then, "
-            f"{len(said)} now). Put them back, or start anew with --overwrite."
-        )
-    metrics: dict[str, Any] = {"teacher": teacher["top1"], "agreement": float((said == taught).mean())}
-    if baseline is not None and len(baseline.top) == len(said):
-        right = _right(student)
+    """Return what the manifest says of the student beside its teacher and a student without one."""
+    metrics = {"teacher": teacher["top1"], "against_teacher": compare_predictions(student, teacher)}
+    if baseline is not None:
         metrics["baseline"] = baseline.report["top1"]
-        metrics["against_baseline"] = mcnemar(right, _right(baseline))
+        metrics["against_baseline"] = compare_predictions(student, predictions(baseline))
     return metrics
-
-
-def _right(evaluation: loop.Evaluation) -> NDArray[np.bool_]:
-    right: NDArray[np.bool_] = evaluation.top[:, 0] == evaluation.split.labels
-    return right
 
 
 def _rows(metrics: Mapping[str, Any], config: DistillConfig) -> list[tuple[str, str]]:
     speeds = metrics["images_per_second"]
-    rows = [
-        ("teacher", f"{accuracy_text(metrics['teacher'])}; the student says the same of {metrics['agreement']:.2%}"),
-    ]
+    rows = [("teacher", accuracy_text(metrics["teacher"])), ("", compared_text(metrics["against_teacher"]))]
+    if metrics["against_teacher"] is not None:
+        rows.append(("agreement", f"student and teacher say the same of {metrics['against_teacher']['agreement']:.2%}"))
     if "baseline" in metrics:
         test = metrics["against_baseline"]
         rows.append(("without teacher", f"{accuracy_text(metrics['baseline'])}, {config.baseline}"))
         rows.append(("", compared_text(test)))
     rows.append(("images/s", f"student {speeds['student']:.0f}, teacher {speeds['teacher']:.0f}, forward alone"))
-    rows.append(("teacher's cost", f"{metrics['teacher_share_of_training']:.0%} of the training time"))
+    if metrics["teacher_share_of_training"] is not None:
+        share = f"{metrics['teacher_share_of_training']:.0%} of the training time since the last start"
+        rows.append(("teacher's cost", share))
     return rows
 
 

@@ -48,9 +48,12 @@ class Split:
     labels: NDArray[np.int64]  # (len(files),)
 
     def digest(self) -> str:
-        """Return a hash of the names and labels, by which another process knows the same images."""
+        """Return a hash of names, labels and sizes of the files, by which another process knows the same images."""
         names = "\0".join(self.files).encode("utf-8", "surrogateescape")
-        return hashlib.sha256(names + self.labels.tobytes()).hexdigest()
+        sizes = ((self.folder / name).stat().st_size if (self.folder / name).exists() else 0 for name in self.files)
+        total = hashlib.sha256(names + self.labels.tobytes())
+        total.update(np.fromiter(sizes, np.int64, len(self.files)).tobytes())
+        return total.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from dsimg import losses
 from dsimg.errors import ConfigError, near
@@ -46,6 +47,7 @@ class Hints:
         def ask_student() -> object:
             return dry_forward(student, shape, device=None, training=False)
 
+        self._hooks: list[RemovableHandle] = []
         self._said: dict[str, Tensor] = {}
         self._taught: dict[str, Tensor] = {}
         adapters = Adapters()
@@ -55,10 +57,19 @@ class Hints:
             theirs = theirs or mine
             width = _width(student, mine, ask_student, whose="student")
             taught = _width(teacher, theirs, lambda: ask_teacher(torch.zeros(shape)), whose="teacher")
-            adapters[key] = nn.Conv2d(width, taught, 1)
-            student.get_submodule(mine).register_forward_hook(self._catch_said(key, adapters[key]))
-            teacher.get_submodule(theirs).register_forward_hook(self._catch_taught(key))
+            with torch.random.fork_rng(devices=[]):  # the same adapters after a stop as before it
+                torch.manual_seed(index)
+                adapters[key] = nn.Conv2d(width, taught, 1)
+            self._hooks += [
+                student.get_submodule(mine).register_forward_hook(self._catch_said(key, adapters[key])),
+                teacher.get_submodule(theirs).register_forward_hook(self._catch_taught(key)),
+            ]
         student.add_module(ADAPTERS, adapters)
+
+    def close(self) -> None:
+        """Take the hooks out of both networks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def difference(self) -> Tensor:
         """Return the mean squared difference (N,) of the last features of both, over the layers; the larger map of two

@@ -51,7 +51,8 @@ def dkd(logits: Tensor, teacher_logits: Tensor, labels: Tensor, *, temperature: 
 
     TCKD is the divergence of (label, all the rest), NCKD that of the other classes among themselves; `kd` is the
     same with beta = the teacher's share of the rest, which is small just where the teacher is sure (Zhao et al.,
-    arXiv 2203.08679, equation 7, alpha = 1; the authors take beta = 8 for CIFAR-100 and 0.5 for ImageNet).
+    arXiv 2203.08679, equation 7, alpha = 1; the authors choose beta for each pair, between 0.5 and 8, and let
+    the term grow over the first epochs, which is not done here).
     """
     of_label, others = _decoupled(logits.float() / temperature, labels)
     teacher_of_label, teacher_others = _decoupled(teacher_logits.float() / temperature, labels)

@@ -138,8 +138,10 @@ def accuracy_text(share: Mapping[str, Any]) -> str:
     return f"{share['value']:.2%}  (95 % interval {low:.2%} to {high:.2%})"
 
 
-def compared_text(test: Mapping[str, Any]) -> str:
-    """Return McNemar's test in words: the difference, its interval and how sure it is."""
+def compared_text(test: Mapping[str, Any] | None) -> str:
+    """Return McNemar's test in words: the difference, its interval and how sure it is; None is no test."""
+    if test is None:
+        return "not compared: the readable validation images are others by now"
     low, high = test["interval"]
     return (
         f"{100 * test['difference']:+.2f} points ({100 * low:+.2f} to {100 * high:+.2f}): {test['gained']} images won, "

@@ -224,6 +224,8 @@ class Teaching(Place):
                 "--loss hint and --hint_layers go together: name the layers whose features are compared, such as "
                 "--hint_layers layer3, or leave both away."
             )
+        if self.loss == "hint" and self.temperature is not None:
+            raise ConfigError("--temperature softens probabilities, and --loss hint compares features. Leave it away.")
         if self.loss == "hint" and self.cache_teacher is not None:
             raise ConfigError("--cache_teacher keeps logits, and --loss hint needs features. Leave one of them away.")
 
@@ -254,6 +256,10 @@ def _check_outside(run: Path, other: Path, *, flag: str) -> None:
 class DistillConfig(TaughtRecipe, NetworkChoice):
     """The flags of `dsimg distill`."""
 
+    data: str | None = None
+    """The images. Default: those that the teacher was trained on."""
+    out: Path | None = None
+    """The run folder to write. Default: runs/ and the names of teacher and student."""
     source: tuple[str, ...]
     """The teacher: a run, weights of torchvision's (ResNet50_Weights.DEFAULT) or package.module:function. Of several
     the mean of their probabilities teaches."""
@@ -282,6 +288,10 @@ class DistillConfig(TaughtRecipe, NetworkChoice):
 class PruneConfig(TaughtRecipe):
     """The flags of `dsimg prune`."""
 
+    data: str | None = None
+    """The images. Default: those that the source was trained on."""
+    out: Path | None = None
+    """The run folder to write. Default: the source's name and -pruned, beside it."""
     source: Path
     """The run to prune."""
     target_macs: float | None = None
@@ -289,7 +299,8 @@ class PruneConfig(TaughtRecipe):
     target_params: float | None = None
     """The share of the source's parameters that is to be left."""
     target_latency: str | None = None
-    """What ONNX Runtime takes here for one run: a share of the latency of the source (0.5), or a time (5ms)."""
+    """What ONNX Runtime takes here for one run: a share of the latency of the source (0.5), or a time (5ms); with one
+    thread in processor time."""
     served_as: Literal["fp32", "int8"] = "fp32"
     """The precision that the network will be served in: what --target_latency measures, and what the result is held
     against."""
@@ -308,14 +319,15 @@ class PruneConfig(TaughtRecipe):
     """Modules whose outputs stay as wide as they are."""
     cuts: int = 1
     """Reach the target in so many cuts, with --cut_epochs of fine-tuning between them."""
-    cut_epochs: int = 2
-    """Epochs of fine-tuning after each cut but the last, which has --epochs."""
+    cut_epochs: int | None = None
+    """Epochs of fine-tuning after each cut but the last, which has --epochs. Default: 2."""
     sparsity_epochs: int = 0
     """Epochs of training before the first cut that drive whole channels to nothing."""
     sparsity: float = 1e-4
     """How strongly they do."""
     teacher: str = "source"
-    """What the fine-tuning learns from beside the labels: source, the network before pruning; none; or a run."""
+    """What the fine-tuning learns from beside the labels: source, the network before pruning; none; or what distill's
+    --source takes."""
     scan: bool = False
     """Prune nothing: cut each group of layers alone by a quarter, a half and three quarters, and write what that does
     to the accuracy into --out, as scan.json and scan.png."""
@@ -323,7 +335,8 @@ class PruneConfig(TaughtRecipe):
     @property
     def run_path(self) -> Path:
         """Where the run goes."""
-        return self.out or self.source.with_name(f"{self.source.name}-{'scan' if self.scan else 'pruned'}")
+        source = self.source if self.source.name else self.source.resolve()
+        return self.out or source.with_name(f"{source.name}-{'scan' if self.scan else 'pruned'}")
 
     def __post_init__(self) -> None:
         TaughtRecipe.__post_init__(self)
@@ -346,12 +359,18 @@ class PruneConfig(TaughtRecipe):
         for name, count in {
             "round_to": self.round_to,
             "cuts": self.cuts,
-            "cut_epochs": self.cut_epochs,
+            "cut_epochs": 1 if self.cut_epochs is None else self.cut_epochs,
             "latency_batch": self.latency_batch,
             "latency_threads": self.latency_threads,
         }.items():
             if count < 1:
                 raise ConfigError(f"--{name} is {count}; it must be at least 1.")
+        if self.cut_epochs is not None and self.cuts == 1:
+            raise ConfigError("--cut_epochs are between two cuts. Give --cuts as well, or leave --cut_epochs away.")
+        taught = ("temperature", "alpha", "cache_teacher", "hint_layers")
+        given = [name for name in taught if getattr(self, name) not in (None, ())]
+        if self.teacher == "none" and given:
+            raise ConfigError(f"--teacher none has no use for --{given[0]}. Leave one of them away.")
         if not 0 < self.max_ratio < 1:
             raise ConfigError(f"--max_ratio is {self.max_ratio}; it must be between 0 and 1.")
         if self.sparsity_epochs < 0 or not (self.sparsity > 0 and math.isfinite(self.sparsity)):

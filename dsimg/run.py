@@ -221,6 +221,18 @@ class Run:
             )
         return cls(path, content)
 
+    @staticmethod
+    def check_parents(path: Path, parents: Sequence[Path]) -> None:
+        """Raise RunError where one of these, which the unfinished run in `path` began with, has been made anew."""
+        for parent in read_json(path / "config.json")["parents"]:
+            manifest = Path(parent["path"]) / "run.json"
+            known = Path(parent["path"]) in parents
+            if known and manifest.exists() and sha256(manifest) != parent["sha256"]:
+                raise RunError(
+                    f"{parent['path']} is not the run that {path} began with: it has been made anew since. Start anew "
+                    "with --overwrite, or choose another --out."
+                )
+
     def has(self, role: str) -> bool:
         """Tell whether the run lists a file with this role."""
         return role in (self.manifest or {}).get("files", {})

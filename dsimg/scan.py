@@ -78,7 +78,9 @@ def scan_units(
     ranked = scores(model, found.units, importance=importance, seed=seed, gradients=gradients)
     validation = _validation(setup, device)
     training = [images for images, _ in training_batches(setup, BATCHNORM_IMAGES, seed=seed, device=device)]
-    whole = _accuracy(model, validation)
+    base = copy.deepcopy(model)
+    reestimate_batchnorm(base, training)  # as after each cut, so that what is shown is the cut's alone
+    whole = _accuracy(base, validation)
     table = []
     for number, (unit, score) in enumerate(zip(found.units, ranked, strict=True)):
         ascending = np.argsort(score, kind="stable")

@@ -42,6 +42,7 @@ class Trained:
     saver: Saver
     result: loop.Evaluation | None
     seconds: float  # of this start, without evaluations
+    stepped: bool  # whether this start had anything left to train
 
 
 def fit_run(
@@ -212,7 +213,8 @@ def fit_run(
         evaluate=evaluate,
     )
     loader.close()
-    return Trained(engine, saver, result, time.perf_counter() - begun - evaluating)
+    seconds = time.perf_counter() - begun - evaluating
+    return Trained(engine, saver, result, seconds, start.epoch < config.epochs)
 
 
 def validation_batches(split: Split, preprocess: Preprocess, setup: TrainPlan, world: World) -> data.EvalLoader:

@@ -29,6 +29,11 @@ ADAPTERS = "dsimg_hints"  # what --loss hint adds to a student while it learns, 
 SCHEMA = 1
 
 
+def is_adapter(name: str) -> bool:
+    """Tell whether a tensor is an adapter's, which no network has once it has learned."""
+    return name.startswith(f"{ADAPTERS}.")
+
+
 def key_of(kind: str, start: int, name: str) -> str:
     """Return the name of a piece in a shard: what it is, where it starts in the flattened tensor, which tensor."""
     return f"{kind}:{start}:{name}"
@@ -275,7 +280,7 @@ def read_model(path: Path) -> dict[str, Tensor]:
     buffers = pieces.buffers()
     model: dict[str, Tensor] = {}
     for name, (shape, stored_as) in state["tensors"].items():
-        if name.startswith(f"{ADAPTERS}."):
+        if is_adapter(name):
             continue
         if stored_as in buffers:
             flat = buffers.get(f"ema:{stored_as}", buffers[stored_as])

@@ -19,11 +19,11 @@ from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.errors import ConfigError, RunError, StopRequested
 from dsimg.folder import read_index, write_index
-from dsimg.plan import DEFAULT_BATCH_SIZE, TrainPlan, check_against_json
+from dsimg.plan import DEFAULT_BATCH_SIZE, Images, Network, TrainPlan, check_against_json, plan_training
 from dsimg.recipe import Recipe
 from dsimg.run import Run, State, hold_lock, read_json, write_atomically, write_json
 from dsimg.session import Trained
-from dsimg.shards import ADAPTERS
+from dsimg.shards import is_adapter
 from dsimg.stop import STOPPED, StopWatch, check_stop_file, reason_text
 from dsimg.watch import RankWatch, open_store
 from dsimg.weights import save_weights
@@ -84,13 +84,26 @@ class Job(Generic[C]):
             self.world.on_rank_zero(lambda: _check_that_none_is_lost(checkpoints.parent))
         return chosen
 
-    def begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path] = ()) -> Run:
+    def plan(self, config: Recipe, images: Images, network: Network) -> TrainPlan:
+        """Plan a training of this stage's with the DeepSpeed JSON that it was given."""
+        return plan_training(
+            config,
+            self.raw,
+            ds_source=self.ds_source,
+            batch_size=self.batch_size,
+            world=self.world,
+            images=images,
+            network=network,
+        )
+
+    def begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path] = (), same: Sequence[Path] = ()) -> Run:
         """Show the plan, make the run folder or find it again with what is known before the first step, and move the
         logs into it. `begun` when it has its list of images already; `reads` are the runs and other files that the
-        stage reads: those that are runs become the parents of a new one. Raises RunError."""
+        stage reads: those that are runs become the parents of a new one, and those in `same` must not have been made
+        anew since. Raises RunError."""
         context = cli.context()
         context.terminal.table("plan", setup.rows)
-        self.world.on_rank_zero(lambda: self._begin(setup, begun=begun, reads=reads))
+        self.world.on_rank_zero(lambda: self._begin(setup, begun=begun, reads=reads, same=same))
         if context.chatter is not None:
             try:
                 context.chatter.move_to(self.path / "logs" / f"rank_{self.world.rank}.log")
@@ -100,10 +113,12 @@ class Job(Generic[C]):
                 ) from error
         return Run(self.path, None)
 
-    def _begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path]) -> None:
+    def _begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path], same: Sequence[Path]) -> None:
         path, folder = self.path, setup.folder
         if Run.state(path) != "new":
             hold_lock(path)  # it may have come since, and --overwrite removes it
+        if self.again:
+            Run.check_parents(path, same)
         parents = [] if begun else [Run.open(read) for read in reads if (read / "run.json").exists()]
         Run.begin(
             path,
@@ -236,7 +251,7 @@ def trained_weights(trained: Trained) -> dict[str, torch.Tensor]:
     """Return the state dict that a training leaves, the EMA's where there is one. All ranks take part."""
     with trained.engine.ema_weights():
         weights = trained.engine.full_state()
-    return {name: tensor for name, tensor in weights.items() if not name.startswith(f"{ADAPTERS}.")}
+    return {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def finish_run(

@@ -1,6 +1,5 @@
 """The networks that teach: what they say of the very images that the student sees."""
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -13,25 +12,19 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dsimg import loop, losses, models
+from dsimg import models
 from dsimg.cache import free_memory
 from dsimg.console import bytes_text, count_text
 from dsimg.errors import ConfigError, ModelError
 from dsimg.forward import inference_forward
-from dsimg.hints import Hints
-from dsimg.plan import Network, TrainPlan
 from dsimg.preprocess import Preprocess
-from dsimg.recipe import TaughtRecipe, Teaching
+from dsimg.recipe import Teaching
 from dsimg.run import Run
-from dsimg.teacher_cache import TeacherCache, prepare_cache
 from dsimg.weights import load_weights, open_network
 from dsimg.world import World, bf16_is_fast
 
+EVENTS = 256  # pairs of CUDA events kept before they are read; the first of them are long past by then
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What the losses' authors take: arXiv 1503.02531, 2203.08679 (CIFAR), 2205.10536, 1412.6550 as mdistiller runs it.
-TEMPERATURE = {"kd": 4.0, "dkd": 4.0, "dist": 1.0, "hint": 1.0}
-ALPHA = {"kd": 0.9, "dkd": 1.0, "dist": 2.0, "hint": 100.0}
-DKD_BETA = 8.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class Member:
     order: tuple[int, ...]  # which of its logits is each class of the student's
 
 
-def open_member(source: str, *, classes: Sequence[str], student: Preprocess) -> Member:
+def open_member(source: str, *, classes: Sequence[str], student: Preprocess, flag: str = "--source") -> Member:
     """Find what `source` names: a run folder, weights of torchvision's (ResNet50_Weights.DEFAULT), or
     package.module:function, which returns a trained network for images normalised as the student's.
 
@@ -55,7 +48,7 @@ def open_member(source: str, *, classes: Sequence[str], student: Preprocess) -> 
     if path.is_dir():
         run = Run.open(path)
         block = run.model
-        order = order_of(block["classes"], classes, flag=f"--source {source}")
+        order = order_of(block["classes"], classes, flag=f"{flag} {source}")
         return Member(source, block["arch"], open_network(run), Preprocess.from_dict(block["preprocess"]), order)
     every = tuple(range(len(classes)))
     if ":" in source:
@@ -67,14 +60,14 @@ def open_member(source: str, *, classes: Sequence[str], student: Preprocess) -> 
         preprocess = models.default_preprocess(arch, image_size=None, weights=source)
         model = models.build_model(arch, num_classes=len(classes), input_size=preprocess.input_size[1])
         report = load_weights(model, source, arch=arch, classes=classes)
-        if not report.head.startswith("kept"):
+        if not report.head_kept:
             raise ConfigError(
-                f"--source {source} knows the classes of ImageNet, the data has {len(classes)} others. Train it on the "
+                f"{flag} {source} knows the classes of ImageNet, the data has {len(classes)} others. Train it on the "
                 f"data first: dsimg train --model {arch} --weights {source}, and give that run."
             )
         return Member(source, arch, model, preprocess, every)
     raise ModelError(
-        f"--source {source} is no run folder, no weights of torchvision's such as ResNet50_Weights.DEFAULT, and not "
+        f"{flag} {source} is no run folder, no weights of torchvision's such as ResNet50_Weights.DEFAULT, and not "
         "package.module:function."
     )
 
@@ -180,6 +173,8 @@ class Teacher:
             self._seconds += time.perf_counter() - began
             return
         self._events.append((began, _cuda_event()))
+        if len(self._events) >= EVENTS:
+            _ = self.seconds
 
 
 def digest_of(members: Sequence[Member]) -> str:
@@ -220,10 +215,17 @@ def _sharded_config(precision: str) -> dict[str, Any]:
 
 
 def open_teacher(
-    sources: Sequence[str], config: Teaching, *, classes: Sequence[str], student: Preprocess, world: World
+    sources: Sequence[str],
+    config: Teaching,
+    *,
+    classes: Sequence[str],
+    student: Preprocess,
+    world: World,
+    flag: str = "--source",
 ) -> tuple[Teacher, list[tuple[str, str]]]:
-    """Open the networks that `sources` name, decide precision and sharding, and return the plan's rows on them."""
-    members = [open_member(source, classes=classes, student=student) for source in sources]
+    """Open the networks that `sources` name, decide precision and sharding, and return the plan's rows on them. `flag`
+    is what the user named them with."""
+    members = [open_member(source, classes=classes, student=student, flag=flag) for source in sources]
     precision = config.teacher_precision
     if precision == "auto":
         precision = "bf16" if world.on_rank_zero(lambda: bf16_is_fast(world.device)) else "fp32"
@@ -254,111 +256,3 @@ def _free_bytes(world: World) -> int:
     if world.device.type == "cuda":
         return int(torch.cuda.mem_get_info(world.device)[0])
     return free_memory() // world.local_size
-
-
-def open_cache(config: TaughtRecipe, setup: TrainPlan, teacher: Teacher, world: World) -> TeacherCache | None:
-    """Open --cache_teacher for the views of this run, and say in the plan what it will take. Raises RunError."""
-    if config.cache_teacher is None:
-        return None
-    folder = config.cache_teacher
-    augmentation = setup.augmentation
-    mixes = config.mixup > 0 or config.cutmix > 0
-    key = {
-        "teacher": teacher.digest,
-        "teacher precision": teacher.precision,
-        "seed": config.seed,
-        "augmentation": {**dataclasses.asdict(augmentation), "size": list(augmentation.size)},
-        "mixup and cutmix": [config.mixup, config.cutmix],
-        # Whom an image is mixed with depends on how a batch is dealt out.
-        "batch": dataclasses.asdict(setup.plan) if mixes else None,
-        "preprocess": setup.network.preprocess.as_dict(),
-        "images": setup.folder.train.digest(),
-        "classes": list(setup.folder.classes),
-    }
-    world.on_rank_zero(lambda: prepare_cache(folder, key))
-    cache = TeacherCache(folder, samples=len(setup.folder.train.files), classes=len(setup.folder.classes))
-    setup.rows[-1:-1] = [("teacher's cache", f"{folder}, {bytes_text(cache.bytes_of(config.epochs))} when complete")]
-    return cache
-
-
-def open_hints(config: TaughtRecipe, student: Network, teacher: Teacher) -> Hints | None:
-    """Add to the student what --loss hint needs, or return None. Raises ConfigError."""
-    if not config.hint_layers:
-        return None
-    return Hints(
-        student.model,
-        teacher.members[0].model,
-        config.hint_layers,
-        size=student.preprocess.input_size[1],
-        ask_teacher=lambda images: teacher.logits(images.to(teacher.device)),
-    )
-
-
-# --- What the student learns from it ---------------------------------------------------------------------------
-
-
-def loss_text(config: Teaching) -> str:
-    """Return the loss in words and numbers: what the true labels count, and what the teacher."""
-    alpha, temperature = alpha_of(config), temperature_of(config)
-    labels = f"{1 - alpha:g} x " if config.loss == "kd" else ""
-    what = {
-        "kd": f"{alpha:g} x T² KL(teacher, student)",
-        "dkd": f"{alpha:g} x T² (TCKD + {DKD_BETA:g} NCKD)",
-        "dist": f"{alpha:g} x T² (inter + intra)",
-        "hint": f"{alpha:g} x the features' mean squared difference",
-    }[config.loss]
-    return f"{config.loss}: {labels}cross-entropy with the true labels + {what}" + (
-        f", T = {temperature:g}" if config.loss != "hint" else ""
-    )
-
-
-def alpha_of(config: Teaching) -> float:
-    """Return the weight of the teacher's term."""
-    return ALPHA[config.loss] if config.alpha is None else config.alpha
-
-
-def temperature_of(config: Teaching) -> float:
-    """Return the temperature of the teacher's term."""
-    return TEMPERATURE[config.loss] if config.temperature is None else config.temperature
-
-
-def distillation_loss(
-    teacher: Teacher,
-    config: Teaching,
-    *,
-    label_smoothing: float,
-    cache: TeacherCache | None = None,
-    hints: Hints | None = None,
-) -> loop.Loss:
-    """Return the student's loss: cross-entropy with the true labels and what `config.loss` asks of the teacher."""
-    on_labels = loop.classification_loss(label_smoothing)
-    alpha, temperature = alpha_of(config), temperature_of(config)
-
-    def of_teacher(images: Tensor, targets: loop.Targets) -> Tensor:
-        if cache is None:
-            return teacher.logits(images)
-        # What only fills the batch up is not mixed as that sample is elsewhere: it is not kept.
-        real = targets.weights.cpu().numpy() > 0
-        known = cache.read(targets.epoch, targets.ids)
-        if teacher.agree(known is not None) and known is not None:
-            cache.replayed += int(real.sum())
-            return known.to(images.device)
-        return cache.write(targets.epoch, targets.ids, teacher.logits(images), keep=real).to(images.device)
-
-    def loss(output: Any, images: Tensor, targets: loop.Targets) -> Tensor:
-        labels_part = on_labels(output, images, targets)
-        logits = models.primary_logits(output)
-        said = of_teacher(images, targets)
-        if config.loss == "kd":
-            part = losses.kd(logits, said, temperature=temperature)
-            return (1 - alpha) * labels_part + alpha * part
-        if config.loss == "dkd":
-            part = losses.dkd(logits, said, targets.labels, temperature=temperature, beta=DKD_BETA)
-        elif config.loss == "dist":
-            part = losses.dist(logits, said, temperature=temperature, weights=targets.weights)
-        else:
-            assert hints is not None
-            part = hints.difference()
-        return labels_part + alpha * part
-
-    return loss

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsimg import cli
 from dsimg.loop import classification_loss
-from dsimg.plan import choose_network, data_path, find_images_of, is_digits, plan_training
+from dsimg.plan import choose_network, data_path, find_images_of, is_digits
 from dsimg.recipe import TrainConfig
 from dsimg.run import Run
 from dsimg.session import fit_run
@@ -29,15 +29,7 @@ def _train(job: Job[TrainConfig]) -> Run:
     resumed = job.resume_point(path / "checkpoints")
     images = find_images_of(config, index=path / "index.jsonl.gz" if resumed else None, world=job.world)
     network = choose_network(config, images, saved=resumed[1]["model"] if resumed else None)
-    setup = plan_training(
-        config,
-        job.raw,
-        ds_source=job.ds_source,
-        batch_size=job.batch_size,
-        world=job.world,
-        images=images,
-        network=network,
-    )
+    setup = job.plan(config, images, network)
     job.go_on(setup, resumed)
     weights = [Path(config.weights)] if config.weights is not None and Path(config.weights).exists() else []
     run = job.begin(setup, begun=resumed is not None, reads=weights)

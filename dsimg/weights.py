@@ -43,6 +43,7 @@ class LoadReport:
     skipped: tuple[tuple[str, str], ...]  # (name in the source, reason)
     new: tuple[str, ...]  # tensors of the network that keep their fresh values
     head: str  # what became of the classifier, e.g. "new (1000 classes there, 7 here)"
+    head_kept: bool
 
     def __str__(self) -> str:
         text = f"{self.source}: {self.loaded} tensors loaded; head {self.head}"
@@ -250,7 +251,7 @@ def _copy_what_fits(
     head_tensors = {name for name in own if name.rpartition(".")[0] in head_names(model)}
     skipped: list[tuple[str, str]] = []
     loaded: set[str] = set()
-    head = "not in the source"
+    head, head_kept = "not in the source", False
     for original, tensor in state.items():
         name = _name_in(own, original)
         if name not in own:
@@ -259,6 +260,7 @@ def _copy_what_fits(
         target = own[name]
         if name in head_tensors and tensor.ndim:
             rows, head = _head_rows(len(tensor), len(target), source_classes, classes)
+            head_kept = rows is not None
             if rows is None:
                 skipped.append((original, "head"))
                 continue
@@ -268,7 +270,7 @@ def _copy_what_fits(
         if tensor.shape != target.shape:
             skipped.append((original, f"shape {tuple(tensor.shape)} there, {tuple(target.shape)} here"))
             if name in head_tensors:
-                head = "new (of another shape there)"
+                head, head_kept = "new (of another shape there)", False
             continue
         with torch.no_grad():
             target.copy_(tensor)
@@ -279,7 +281,9 @@ def _copy_what_fits(
             f"network has {_some(list(own), 3)}. Give weights of the same --model."
         )
     new = tuple(name for name in own if name not in loaded)
-    return LoadReport(source=source, loaded=len(loaded), skipped=tuple(skipped), new=new, head=head)
+    return LoadReport(
+        source=source, loaded=len(loaded), skipped=tuple(skipped), new=new, head=head, head_kept=head_kept
+    )
 
 
 def _name_in(own: Mapping[str, Tensor], name: str) -> str:

@@ -90,7 +90,7 @@ def search(
     Bisection on a `measure` that falls as blocks go. With no tolerance and no limit both neighbours of the target are
     measured, in about log2(count) + 2 calls; of two as near, fewer blocks win. A measure that takes seconds and is
     noisy, such as a latency, ends within `tolerance` (in the measure's unit) or after `max_calls`. A target out of
-    reach gives the end that is nearest: compare what is returned.
+    reach takes two calls and gives the end that is nearest: compare what is returned.
     """
     assert max_calls is None or max_calls >= 1, max_calls
     found: dict[int, float] = {}
@@ -106,7 +106,10 @@ def search(
         return abs(found[nearest()] - target) <= tolerance or len(found) == max_calls
 
     # The most that can go first: it tells at once whether the target can be reached at all.
-    if tried(count) < target and count > 0 and not enough() and tried(0) > target:
+    least = tried(count)
+    if count == 0 or enough():
+        return nearest(), found[nearest()]
+    if tried(0) > target > least:  # else one of the two ends is nearest, whatever a noisy measure says between
         low, high = 0, count
         while high - low > 1 and not enough():
             middle = (low + high) // 2

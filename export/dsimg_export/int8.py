@@ -79,6 +79,9 @@ def quantize_static_int8(
         sync_folder(target.parent)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error}. Free some space there or choose another --out.") from error
+    except Exception as error:  # ONNX Runtime's tools raise any type on what they do not know
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ModelError(f"ONNX Runtime cannot quantize {source} ({reason}). Serve it in fp32.") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

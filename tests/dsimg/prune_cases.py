@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from dsimg import cli, prune
+from dsimg import cli, cutter, prune
 from dsimg.cutting import Serving
 from dsimg.models import count_macs
 from tests.dsimg.train_cases import FAST
@@ -81,7 +81,7 @@ class CountedSessions:
 
 def without_waiting(patch: pytest.MonkeyPatch) -> None:
     """Let the prune stage count instead of measuring."""
-    patch.setattr(prune, "Sessions", CountedSessions)
+    patch.setattr(cutter, "Sessions", CountedSessions)
 
 
 def kill_before(target: Path) -> None:
@@ -111,7 +111,7 @@ def ended(words: Sequence[str], target: Path | None = None) -> int:
 
 def main(words: Sequence[str]) -> None:
     """Run the stage, on as many ranks as there are."""
-    prune.Sessions = CountedSessions  # type: ignore[assignment, misc]
+    cutter.Sessions = CountedSessions  # type: ignore[assignment, misc]
     if "KILL_BEFORE" in os.environ:
         kill_before(Path(os.environ["KILL_BEFORE"]))
     cli.run(prune.prune, words)

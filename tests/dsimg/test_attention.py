@@ -281,6 +281,16 @@ def test_other_modules_have_no_such_attributes():
 # --- The published sizes
 
 
+def test_a_subclass_is_not_taken_for_its_family():
+    """It may read its tensors in other ways; the graph looks at what it does."""
+
+    class Mine(VisionTransformer):
+        pass
+
+    model = Mine(image_size=32, patch_size=16, num_layers=1, num_heads=2, hidden_dim=16, mlp_dim=32, num_classes=3)
+    assert units(model) == ([], [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["vit_b_16", "vit_b_32", "swin_t", "swin_v2_t", "maxvit_t"])
 def test_half_of_each_unit(arch):

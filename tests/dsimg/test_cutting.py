@@ -1,6 +1,7 @@
 """dsimg.cutting: targets that are reached or said why not, and what a cut needs of the training images."""
 
 import copy
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -380,3 +381,24 @@ def test_equal_channels_have_a_finite_penalty() -> None:
 
 def test_constants_are_those_the_pages_name() -> None:
     assert (cutting.TOLERANCE, cutting.LATENCY_CALLS, cutting.BATCHNORM_IMAGES) == (0.03, 10, 2048)
+
+
+class ReadsValues(nn.Sequential):
+    """A network whose forward looks at numbers, which tensors without any do not have."""
+
+    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
+        assert math.isfinite(images.mean().item())
+        output: Tensor = super().forward(images)
+        return output
+
+
+def test_a_network_that_reads_values_is_counted_with_its_weights(model: nn.Module, found: Found) -> None:
+    reads = ReadsValues(*copy.deepcopy(model))
+    choice = chosen(reads, found, 0.5)
+    assert abs(choice.share - 0.5) <= 0.03 * 0.5
+    assert choice.share == chosen(model, found, 0.5).share
+
+
+def test_whether_anything_is_cut_is_told_by_the_channels(model: nn.Module, found: Found) -> None:
+    assert chosen(model, found, 0.5).cuts
+    assert not chosen(model, found, 0.5, round_to=1000).cuts

@@ -4,6 +4,7 @@ import copy
 import csv
 import dataclasses
 import json
+import shutil
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from dsimg.distill import DistillConfig, distill
 from dsimg.errors import DsimgError, StopRequested
 from dsimg.evaluate import EvaluateConfig, evaluate
 from dsimg.folder import read_index
-from dsimg.hints import ADAPTERS
 from dsimg.metrics import accuracy_text, compared_text
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
-from dsimg.shards import read_model
+from dsimg.shards import ADAPTERS, WEIGHT, Pieces, read_model, read_state
 from dsimg.train import TrainConfig, train
 from dsimg.weights import open_network, read_weights
 from tests import nets
@@ -126,8 +126,7 @@ def test_a_run_puts_student_teacher_and_baseline_beside_one_another(
     with (run.path / "predictions.csv").open() as stream:
         said = [run.model["classes"].index(row["predicted"]) for row in csv.DictReader(stream)]
     agreement = sum(a == b for a, b in zip(said, taught["predicted"], strict=True)) / 8
-    assert found["agreement"] == agreement
-    assert taught["images"] == 8
+    assert found["against_teacher"]["agreement"] == agreement
     for path, share in ((teacher, found["teacher"]), (alone.path, found["baseline"])):
         assert Run.open(path).manifest["metrics"]["validation"]["top1"] == share  # type: ignore[index]
     difference = run.manifest["metrics"]["validation"]["top1"]["value"] - found["baseline"]["value"]
@@ -139,11 +138,13 @@ def test_a_run_puts_student_teacher_and_baseline_beside_one_another(
     assert f"{teacher}: tests.nets:with_batchnorm, 1.54 k parameters" in shown.replace("\n", "")
     rows = [" ".join(line.split()) for line in shown.partition("\nresult\n")[2].splitlines()]
     for row in (
-        f"teacher {accuracy_text(found['teacher'])}; the student says the same of {agreement:.2%}",
+        f"teacher {accuracy_text(found['teacher'])}",
+        compared_text(found["against_teacher"]),
+        f"agreement student and teacher say the same of {agreement:.2%}",
         f"without teacher {accuracy_text(found['baseline'])}, {alone.path}",
         compared_text(found["against_baseline"]),
         f"images/s student {speeds['student']:.0f}, teacher {speeds['teacher']:.0f}, forward alone",
-        f"teacher's cost {found['teacher_share_of_training']:.0%} of the training time",
+        f"teacher's cost {found['teacher_share_of_training']:.0%} of the training time since the last start",
     ):
         assert " ".join(row.split()) in rows
 
@@ -252,10 +253,12 @@ def test_adapters_are_trained_and_left_out_of_the_weights(
     run = distill(config_of(teacher, tmp_path / "run", **flags))
     assert "hint: cross-entropy with the true labels + 1 x the features' mean squared" in capsys.readouterr().out
     assert set(read_weights(run.file("weights"))) == set(nets.with_batchnorm(2).state_dict())
-    first, last = (read_model(run.path / "checkpoints" / f"step_0000000{step}") for step in (2, 4))
-    names = {f"{ADAPTERS}.0.weight", f"{ADAPTERS}.0.bias"}
-    assert names <= first.keys()
-    assert not any(torch.equal(first[name], last[name]) for name in names)
+    first, last = (run.path / "checkpoints" / f"step_0000000{step}" for step in (2, 4))
+    assert set(read_model(last)) == set(nets.with_batchnorm(2).state_dict())
+    for name in (f"{ADAPTERS}.0.weight", f"{ADAPTERS}.0.bias"):
+        size = torch.Size(read_state(last)["tensors"][name][0]).numel()
+        before, after = (Pieces(path, read_state(path)).whole(WEIGHT, name, numel=size) for path in (first, last))
+        assert not torch.equal(before, after)
 
     index = read_index(run.file("index"))
     preprocess = Preprocess.from_dict(run.model["preprocess"])
@@ -391,15 +394,28 @@ def test_wrong_layers_are_refused_before_a_run_is_made(teacher: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_validation_images_that_changed_since_are_not_compared(teacher: Path, folder: Path, tmp_path: Path) -> None:
+def test_validation_images_that_changed_since_are_not_compared(
+    teacher: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = config_of(teacher, tmp_path / "run")
     stop_after(config, 3)
     path = tmp_path / "run" / "teacher.json"
     told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "predicted": told["predicted"][:-1]}))
-    with pytest.raises(
-        DsimgError, match=r"have changed since the teacher was measured \(7 readable ones then, 8 now\)"
-    ):
+    path.write_text(json.dumps({**told, "images": "others"}))
+    run = distill(config)
+    assert run.manifest is not None
+    assert run.manifest["metrics"]["distillation"]["against_teacher"] is None
+    assert "not compared: the readable validation images are others by now" in capsys.readouterr().out
+
+
+def test_a_teacher_that_was_made_anew_since_is_refused(teacher: Path, folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    config = config_of(mine, tmp_path / "run")
+    stop_after(config, 3)
+    manifest = json.loads((mine / "run.json").read_text())
+    (mine / "run.json").write_text(json.dumps({**manifest, "created": "later"}))
+    with pytest.raises(DsimgError, match=r"is not the run that .* began with: it has been made anew since"):
         distill(config)
 
 

@@ -312,3 +312,16 @@ def test_fp16_autocasts_scale_grows_again(monkeypatch: pytest.MonkeyPatch) -> No
     engine = make_engine(2, "fp16 autocast")
     scales = [one_step(engine, seed=seed).loss_scale for seed in range(4)]
     assert scales == [65536.0, 65536.0, 65536.0, 131072.0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_closed_engine_gives_its_memory_back_and_another_one_trains(stage: int, precision: str) -> None:
+    """DeepSpeed keeps its engines for good: pruning in several cuts would keep every earlier network."""
+    first = make_engine(stage, precision, ema=0.9)
+    one_step(first)
+    held = [*first.owners(), *first.module.parameters()]
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held)
+    first.close()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0] * len(held)
+    assert not one_step(make_engine(stage, precision)).skipped

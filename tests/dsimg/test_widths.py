@@ -145,8 +145,12 @@ def test_search_finds_the_nearest_in_few_calls(size):
 def test_search_of_a_target_out_of_reach_gives_the_end_and_says_so_by_its_value():
     measure, calls = measured([10, 9, 8])
     assert search(2, measure, target=5.0) == (2, 8.0)
-    assert calls == [2]
+    assert calls == [2, 0]
     assert search(2, measured([10, 9, 8])[0], target=12.0) == (0, 10.0)
+
+
+def test_search_takes_the_nearer_end_where_cutting_makes_it_worse():
+    assert search(3, measured([5, 5.5, 6, 7])[0], target=2.5) == (0, 5.0)
 
 
 def test_search_prefers_fewer_blocks_of_two_as_near():
