@@ -5,11 +5,13 @@ A phase's folder holds `pruning.json`, the weights right after the cut and those
 """
 
 import dataclasses
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,10 +27,11 @@ from dsimg.cutting import (
     Yardstick,
     choose,
     mean_gradients,
+    nothing_goes,
     reestimate_batchnorm,
     training_batches,
 )
-from dsimg.errors import ConfigError, ModelError
+from dsimg.errors import ConfigError, ModelError, RunError
 from dsimg.forward import inference_forward
 from dsimg.graph import Found, find_units
 from dsimg.metrics import accuracy_text
@@ -39,8 +42,10 @@ from dsimg.run import Run, read_json, write_json
 from dsimg.session import validation_batches
 from dsimg.teaching import predictions
 from dsimg.weights import open_network, read_weights, restore_weights, save_weights
+from dsimg.widths import removal_order
 from dsimg.world import World
 
+REPORT = ("goal", "reached", "shortfall", "after_cut", "after_batchnorm")
 CUT, WEIGHTS_CUT, WEIGHTS_BEGIN = "cut.json", "cut.safetensors", "begin.safetensors"
 
 
@@ -75,6 +80,15 @@ class Cutter:
                     cli.context().terminal.warn(note)
             self._told.update(self._found[1].notes)
         return self._found[1]
+
+    def check(self) -> None:
+        """Raise ModelError where nothing of the source may be cut, before there is a run; on rank 0."""
+        config, units = self.config, self.found(self.dense).units
+        anything = [np.zeros(unit.channels) for unit in units]
+        if config.scan or removal_order(units, anything, round_to=config.round_to, max_ratio=config.max_ratio):
+            return
+        reason = nothing_goes(units, round_to=config.round_to, max_ratio=config.max_ratio)
+        raise ModelError(f"nothing can be cut: {reason}. Give others.")
 
     def sessions(self) -> Sessions:
         """Return the sessions of the source and what is compared with it; on rank 0."""
@@ -121,7 +135,7 @@ class Cutter:
             if result is not None:
                 write_json(path, {**predictions(result), "goal": goal})
                 self._say(f"the source: Top-1 {accuracy_text(result.report['top1'])}")
-        return self.world.on_rank_zero(lambda: read_json(path))
+        return self.world.on_rank_zero(lambda: read_kept(path, ("top1", "images", "predicted", "goal")))
 
     def cut(self, network: Network, phase: Phase) -> Network:
         """Cut a network to the phase's goal, re-estimate BatchNorm, and measure the accuracy before and after that.
@@ -145,6 +159,7 @@ class Cutter:
                     f"{after_batchnorm.report['top1']['value']:.2%}"
                 )
             self.world.barrier()
+        self.world.on_rank_zero(lambda: read_kept(folder / CUT, REPORT))  # before days are spent on what follows
         return load_network(self.dense, folder, folder / WEIGHTS_BEGIN, classes=classes)
 
     def _choose(self, network: Network, phase: Phase) -> dict[str, Any]:
@@ -227,14 +242,30 @@ class Cutter:
         return result
 
 
+def read_kept(path: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """Return what the stage has kept in a JSON file of its run. Raises RunError where it is not whole."""
+    content = read_json(path)
+    if any(key not in content for key in keys):
+        raise RunError(
+            f"{path} is not what dsimg wrote there. Remove it, and the same command makes it anew; or --overwrite."
+        )
+    return content
+
+
 def load_network(dense: Network, folder: Path, weights: Path, *, classes: int) -> Network:
     """Rebuild the network of a phase: the source's architecture, what `folder` says was cut, and these weights."""
     record = folder / "pruning.json"
-    pruning = read_record(record) if record.exists() else dense.pruning
-    model = models.build_model(dense.arch, num_classes=classes, input_size=dense.preprocess.input_size[1])
-    if pruning is not None:
-        rebuild(model, pruning)
-    restore_weights(model, read_weights(weights), source=str(weights))
+    try:
+        pruning = read_record(record) if record.exists() else dense.pruning
+        model = models.build_model(dense.arch, num_classes=classes, input_size=dense.preprocess.input_size[1])
+        if pruning is not None:
+            rebuild(model, pruning)
+        restore_weights(model, read_weights(weights), source=str(weights))
+    except (ModelError, RunError) as error:
+        raise RunError(
+            f"{record} and {weights} are no longer what dsimg wrote there ({str(error).partition('. ')[0]}). Remove "
+            f"{folder / CUT} and {weights.name}, and the same command makes them anew; or --overwrite."
+        ) from error
     return dataclasses.replace(dense, model=model, pruning=pruning)
 
 
@@ -247,3 +278,9 @@ def remove_cut(folder: Path) -> None:
     """Remove the weights that a training began with, where its own are kept now."""
     for name in (WEIGHTS_CUT, WEIGHTS_BEGIN):
         (folder / name).unlink(missing_ok=True)
+
+
+def remove_training(folder: Path) -> None:
+    """Remove what a training between two cuts was resumed from, where its weights are kept now."""
+    remove_cut(folder)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -204,7 +204,7 @@ def choose(
     shortfall = None
     if abs(share - goal) > goal * TOLERANCE:
         if not blocks:
-            shortfall = f"nothing is wider than {round_to} channels (--round_to) that may be cut"
+            shortfall = nothing_goes(units, round_to=round_to, max_ratio=max_ratio)
         elif share > goal and len(gone) == len(blocks):
             shortfall = (
                 f"no more can go with --round_to {round_to}, --max_ratio {max_ratio:g} and what is protected or cannot "
@@ -217,6 +217,13 @@ def choose(
         else:
             shortfall = f"the session's latency makes steps there, and {LATENCY_CALLS} measurements found none nearer"
     return Choice(units, kept_after(units, gone, len(gone)), share, shortfall)
+
+
+def nothing_goes(units: Sequence[Unit], *, round_to: int, max_ratio: float) -> str:
+    """Return why no block of any unit may go."""
+    if all(unit.channels * unit.width <= round_to for unit in units):
+        return f"nothing is wider than {round_to} channels (--round_to) that may be cut"
+    return f"--max_ratio {max_ratio:g} lets no whole block of {round_to} channels (--round_to) go"
 
 
 def _light(model: nn.Module, yardstick: Yardstick) -> nn.Module:

@@ -36,6 +36,7 @@ TOLERANCE = 1e-3
 
 SPLIT = "the forward splits or slices them at fixed positions"
 UNKNOWN = "torch-pruning's graph reaches a layer there that cannot be narrowed"
+TIED = "several modules share a tensor of theirs"
 UNSOUND = "the forward fixes their number, or uses them in a way that torch-pruning does not see"
 KEPT = ""  # inputs, logits and what the user protects: nothing to tell
 
@@ -103,6 +104,10 @@ def find_units(model: nn.Module, *, input_size: int, protect: Sequence[str] = ()
         units = []
     if not units:
         units = _inner_units(twin, images, whole=whole)
+    shared = _shared(model)
+    tied = [unit for unit in units if any(part.tensor in shared for part in unit.slices)]
+    kept[TIED] += [unit.name for unit in tied]
+    units = [unit for unit in units if not any(unit is other for other in tied)]
     sound = _sound_units(twin, units, images)
     kept[UNSOUND] += [unit.name for unit in units if not any(unit is other for other in sound)]
     return _found(model, sound, [*notes, *(_note(reason, layers) for reason, layers in kept.items() if layers)])
@@ -116,6 +121,14 @@ def _found(model: nn.Module, units: Sequence[Unit], notes: Sequence[str]) -> Fou
             "where the forward reads all sizes from its tensors."
         )
     return Found(tuple(units), tuple(notes))
+
+
+def _shared(model: nn.Module) -> set[str]:
+    """Return the names of parameters that are one with another's."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name for several in names.values() if len(several) > 1 for name in several}
 
 
 def _note(reason: str, layers: Sequence[str]) -> str:

@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from dsimg import cli, loop, models
 from dsimg.console import count_text
-from dsimg.cutter import CUT, WEIGHTS_BEGIN, Cutter, Phase, load_network, remove_cut, serving_of
+from dsimg.cutter import (
+    CUT,
+    REPORT,
+    WEIGHTS_BEGIN,
+    Cutter,
+    Phase,
+    load_network,
+    read_kept,
+    remove_cut,
+    remove_training,
+    serving_of,
+)
 from dsimg.cutting import TOLERANCE, require_onnxruntime, sparsity_penalty
 from dsimg.errors import ConfigError, ModelError
 from dsimg.hints import Hints
@@ -25,7 +36,7 @@ from dsimg.plan import Images, Network, TrainPlan, data_path, find_images_of
 from dsimg.preprocess import Preprocess
 from dsimg.pruned import read_record
 from dsimg.recipe import PruneConfig, latency_goal
-from dsimg.run import Run, read_json
+from dsimg.run import Run
 from dsimg.scan import scan_units, write_scan
 from dsimg.session import Trained, fit_run
 from dsimg.stage import Job, data_of, finish_run, run_stage, trained_weights
@@ -51,8 +62,9 @@ CUT_EPOCHS = 2
 
 def prune(config: PruneConfig) -> Run:
     """Prune a run's network and train it on, into a run folder. It stops and resumes as `train` does."""
+    source = Run.open(config.source)
     if config.data is None:
-        config = dataclasses.replace(config, data=data_of(config.source))
+        config = dataclasses.replace(config, data=data_of(source.path))
     return run_stage(config, stage="prune", body=_prune, free=("teacher_shard",))
 
 
@@ -88,7 +100,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
     # Its sessions' files go even where the process ends by os._exit.
     with contextlib.closing(Cutter(config, source, dense, setup, world)) as cutter:
         if not begun:  # what cannot work is said before there is a run
-            world.on_rank_zero(lambda: cutter.found(dense))
+            world.on_rank_zero(cutter.check)
         run = job.begin(setup, begun=begun, reads=reads, same=reads)
         if config.scan:
             _scan(run, cutter)
@@ -104,7 +116,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
                 steps_left = None if steps_left is None else steps_left - steps
                 world.on_rank_zero(functools.partial(save_weights, trained_weights(trained), end))
                 trained.engine.close()
-            world.on_rank_zero(functools.partial(remove_cut, phase.folder))
+            world.on_rank_zero(functools.partial(remove_training, phase.folder))
             network = load_network(dense, phase.folder, end, classes=len(images.folder.classes))
     raise AssertionError("the last phase returns")
 
@@ -135,6 +147,7 @@ def _train_phase(
     steps_left: int | None,
 ) -> tuple[TrainPlan, Trained, int]:
     """Cut where the phase begins with that, and train; return the plan, what came of it, and this start's steps."""
+    job.stop.nothing_to_save = True  # until the first step: asked to stop while it searches, it leaves at once
     if phase.goal is not None:
         if job.watch is not None:
             job.watch.at(0, STARTING)  # a search may take longer than a rank may stand still
@@ -236,7 +249,7 @@ def _compare(
     source = open_network(cutter.source)
     classes = len(setup.folder.classes)
     pruned = load_network(cutter.dense, run.path, run.path / WEIGHTS_BEGIN, classes=classes).model
-    cut_report = read_json(run.path / CUT)
+    cut_report = read_kept(run.path / CUT, REPORT)
     macs = [models.count_macs(model, side) for model in (source, pruned)]
     parameters = [models.count_parameters(model) for model in (source, pruned)]
     metrics: dict[str, Any] = {

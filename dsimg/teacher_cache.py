@@ -114,7 +114,12 @@ def prepare_cache(folder: Path, key: Mapping[str, Any]) -> None:
     path = folder / "cache.json"
     expected = {"schema": SCHEMA, **key}
     if path.exists():
-        found = read_json(path)
+        try:
+            found = read_json(path)
+        except RunError as error:
+            raise RunError(
+                f"{path} cannot be read. Remove {folder}, or choose another folder for the cache."
+            ) from error
         different = [name for name in expected if found.get(name) != expected[name]]
         if different:
             name = different[0]

@@ -318,3 +318,23 @@ def test_layer_norm_is_tried_without_its_statistics() -> None:
     assert shapes(found.units) == {"0.1": (12, 1), "0.4": (6, 1)}
     assert found.notes == ()
     check_units(model, found.units, 4, exact=False)
+
+
+def test_a_tensor_that_several_modules_share_stays() -> None:
+    """Narrowing it once a name would narrow it twice."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    model[4].weight = model[2].weight
+    found = find_units(model, input_size=16)
+    assert [unit.name for unit in found.units] == ["6"]
+    assert any("several modules share a tensor" in note for note in found.notes)

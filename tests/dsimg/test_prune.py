@@ -234,7 +234,7 @@ def test_nothing_to_cut_is_one_message(root: Path, tmp_path: Path) -> None:
                 {"round_to": 128},
                 r"^nothing can be cut: nothing is wider than 128 channels \(--round_to\) that may",
             ),
-            ({"max_ratio": 0.01}, r"^nothing can be cut: nothing is wider than .*\.$"),
+            ({"max_ratio": 0.01}, r"^nothing can be cut: --max_ratio 0\.01 lets no whole block of 1 channels"),
             (
                 {"target_macs": 0.999},
                 r"^nothing can be cut: 0\.999 of it is nearest to the whole network\.",
@@ -265,7 +265,7 @@ def test_cuts_with_training_between_them(root: Path, tmp_path: Path, capsys: pyt
     said, phases = told(run), run.path / "phases"
     assert abs(said["reached"] - 0.25) <= 0.03 * 0.25
     assert {path.name for path in run.path.iterdir()} == {*FILES, "phases"}
-    training = {"metrics.jsonl", "checkpoints", "weights.safetensors"}
+    training = {"metrics.jsonl", "weights.safetensors"}
     assert {path.name for path in (phases / "sparsity").iterdir()} == training
     assert {path.name for path in (phases / "cut_1").iterdir()} == {*training, "pruning.json", "cut.json"}
     first = json.loads((phases / "cut_1" / "cut.json").read_text())
@@ -287,6 +287,33 @@ def test_max_steps_counts_over_all_trainings_of_a_start(root: Path, tmp_path: Pa
         with pytest.raises(StopRequested, match=where):
             prune(dataclasses.replace(config, max_steps=steps))
     assert prune(dataclasses.replace(config, max_steps=10)).manifest is not None
+
+
+def test_files_that_others_wrote_are_named_before_anything_is_trained(root: Path, tmp_path: Path) -> None:
+    config = PruneConfig(source=root / "source", out=tmp_path / "run", **{**STEPS, "sparsity_epochs": 0})
+    with pytest.raises(StopRequested):
+        prune(dataclasses.replace(config, max_steps=3))  # in the last training
+    for name, advice in (("source.json", "Remove it"), ("cut.json", "Remove it"), ("pruning.json", "or --overwrite")):
+        path = tmp_path / "run" / name
+        whole = path.read_bytes()
+        path.write_text("{}")
+        with pytest.raises(DsimgError, match=rf"{name} .*dsimg wrote there.*{advice}"):
+            prune(config)
+        path.write_bytes(whole)
+    assert prune(config).manifest is not None
+
+
+def test_what_cannot_work_leaves_no_run_behind(root: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"source": root / "source", "out": tmp_path / "run", "target_macs": 0.5, **QUICK}
+    for flags, reason in (
+        ({"round_to": 1000}, r"nothing is wider than 1000 channels \(--round_to\)"),
+        ({"max_ratio": 0.01}, r"--max_ratio 0\.01 lets no whole block of 1 channels"),
+        ({"protect": ("nowhere",)}, "there is no module 'nowhere' to protect"),
+        ({"loss": "hint", "hint_layers": ("nowhere",)}, "--hint_layers"),
+    ):
+        with pytest.raises(DsimgError, match=reason):
+            prune(PruneConfig(**{**options, **flags}))
+    assert not (tmp_path / "run").exists()
 
 
 def test_teachers(root: Path, tmp_path: Path, pruned: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,8 +499,8 @@ def test_what_a_source_may_be(root: Path, pruned: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for source, message in (
         (tmp_path / "unfinished", r"the run .*unfinished is unfinished: give the command that started it again"),
-        (tmp_path / "nowhere", r"nowhere is no run, which would say what images it was trained on"),
-        (tmp_path / "file", r"file is no run"),
+        (tmp_path / "nowhere", r"there is no run folder .*nowhere"),
+        (tmp_path / "file", r"there is no run folder .*file"),
         (root / "data", r"data is not a run folder: it has no run\.json \(it holds train, val\)"),
     ):
         with pytest.raises(DsimgError, match=message):

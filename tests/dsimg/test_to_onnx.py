@@ -51,7 +51,8 @@ def test_the_file_says_nothing_of_the_machine_but_names_each_module(exported):
     assert b"tests/nets" not in exported.read_bytes()
     nodes = onnx.load(exported).graph.node
     scopes = [entry.value for node in nodes if node.op_type == "Gemm" for entry in node.metadata_props]
-    assert scopes == ["['', '6', 'linear']"]
+    # addmm where DeepSpeed's ZeRO-3 has put its own linear into torch before, in this process
+    assert scopes in (["['', '6', 'linear']"], ["['', '6', 'addmm']"])
 
 
 def test_the_network_stays_as_it_is_and_gives_the_same_file_again(network, exported, tmp_path):
