@@ -107,7 +107,12 @@ def _prune(job: Job[PruneConfig]) -> Run:
             return Run.open(path)
         before = cutter.measure_source(path / SOURCE)
         network, steps_left = dense, config.max_steps
-        for phase in _phases(config, path, goal=before["goal"]):
+        phases = _phases(config, path, goal=before["goal"])
+        for number, phase in enumerate(phases, start=1):
+            if len(phases) > 1:
+                cli.context().terminal.say(
+                    f"training {number} of {len(phases)}, {phase.epochs} epochs, in {phase.folder}"
+                )
             end = phase.folder / "weights.safetensors"
             if phase.last or not world.on_rank_zero(end.exists):
                 here, trained, steps = _train_phase(job, cutter, network, phase, images, teacher, steps_left)
@@ -262,7 +267,7 @@ def _compare(
     }
     rows = [
         ("source", accuracy_text(before["top1"])),
-        ("after the cut", accuracy_text(cut_report["after_cut"])),
+        ("after last cut", accuracy_text(cut_report["after_cut"])),
         ("", f"{accuracy_text(cut_report['after_batchnorm'])} with BatchNorm re-estimated"),
         ("against source", compared_text(metrics["against_source"])),
         ("MACs", f"{count_text(macs[0])} -> {count_text(macs[1])}, {macs[0] / macs[1]:.2f}x fewer"),
@@ -351,7 +356,7 @@ def _scan(run: Run, cutter: Cutter) -> None:
     terminal.table(
         "result",
         [
-            ("whole network", f"Top-1 {result.whole:.2%} on {result.images} validation images"),
+            ("whole network", f"Top-1 {result.whole:.2%} on {result.images} validation images, BatchNorm re-estimated"),
             ("picture", str(run.path / "scan.png")),
             ("next", f"dsimg prune --source {config.source} --target_macs 0.5 --protect LAYERS that lose most"),
         ],

@@ -111,7 +111,7 @@ def test_each_target_is_reached(
     assert abs(said["reached"] - goal) <= 0.03 * goal
     assert said["shortfall"] is None
     shown = capsys.readouterr().out
-    for row in ("source ", "after the cut ", "against source ", "MACs ", "parameters ", "latency ", "next "):
+    for row in ("source ", "after last cut ", "against source ", "MACs ", "parameters ", "latency ", "next "):
         assert f"\n  {row}" in shown, row
     assert "with BatchNorm re-estimated" in shown
     assert "McNemar p = " in shown
