@@ -4,12 +4,13 @@ A phase's folder holds `pruning.json`, the weights right after the cut and those
 `cut.json`, written last: what was reached, and the accuracies on the way.
 """
 
+import copy
 import dataclasses
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from dsimg.plan import Network, TrainPlan
 from dsimg.pruned import cut, read_record, rebuild
 from dsimg.recipe import PruneConfig, latency_goal
 from dsimg.run import Run, read_json, write_json
-from dsimg.session import validation_batches
+from dsimg.session import evaluate_on_validation
 from dsimg.teaching import predictions
 from dsimg.weights import open_network, read_weights, restore_weights, save_weights
 from dsimg.widths import removal_order
@@ -171,10 +172,11 @@ class Cutter:
         if config.target_latency is not None:
             yardstick = self.sessions()
         else:
-            dense = open_network(self.source)
-            yardstick = Counted(dense, what="params" if config.target_params is not None else "macs", side=side)
+            what: Literal["macs", "params"] = "params" if config.target_params is not None else "macs"
+            yardstick = Counted(self.dense.model, what=what, side=side)
         gradients = self.gradients(network)
-        model = network.model.cpu()
+        model = copy.deepcopy(network.model).cpu()  # the source stays whole: later cuts are measured by it
+        whole = self._whole(model, found.units)
         choice = choose(
             model,
             found,
@@ -183,11 +185,12 @@ class Cutter:
             importance=config.importance,
             round_to=config.round_to,
             max_ratio=config.max_ratio,
-            whole=self._whole(model, found.units),
+            whole=whole,
             gradients=gradients,
             seed=config.seed,
         )
-        if not choice.cuts and phase.last:  # an earlier one of several cuts may be too small for a block
+        untouched = not choice.cuts and whole == [unit.channels for unit in found.units]
+        if untouched and phase.last:  # an earlier one of several cuts may be too small for a block
             near = f"{phase.goal:g} of it is nearest to the whole network. Give a smaller target"
             raise ModelError(f"nothing can be cut: {choice.shortfall or near}.")
         record = cut(model, choice.units, choice.kept, before=network.pruning)
@@ -229,15 +232,8 @@ class Cutter:
         return training_batches(self.setup, count, seed=self.config.seed, device=self.world.device)
 
     def _evaluate(self, network: Network) -> loop.Evaluation | None:
-        preprocess = network.preprocess
-        result = loop.evaluate(
-            inference_forward(network.model, config=None, world=self.world),
-            world=self.world,
-            batches=validation_batches(self.setup.folder.val, preprocess, self.setup, self.world),
-            split=self.setup.folder.val,
-            preprocess=preprocess,
-            classes=self.setup.folder.classes,
-        )
+        forward = inference_forward(network.model, config=None, world=self.world)
+        result = evaluate_on_validation(forward, network.preprocess, self.setup, self.world)
         network.model.cpu()  # the device is the training's
         return result
 

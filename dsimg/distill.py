@@ -21,7 +21,7 @@ from dsimg.plan import TrainPlan, choose_network, data_path, find_images_of
 from dsimg.preprocess import Preprocess
 from dsimg.recipe import DistillConfig
 from dsimg.run import Run, read_json, write_json
-from dsimg.session import Trained, fit_run, validation_batches
+from dsimg.session import Trained, evaluate_on_validation, fit_run
 from dsimg.stage import Job, data_of, finish_run, run_stage
 from dsimg.teacher import Teacher, open_teacher, order_of
 from dsimg.teacher_cache import TeacherCache
@@ -91,24 +91,11 @@ def _measure_teacher(run: Run, setup: TrainPlan, teacher: Teacher, world: World)
     path, terminal = run.path / TEACHER, cli.context().terminal
     if world.on_rank_zero(path.exists):
         return
-    measured = _evaluate(teacher.logits, setup.network.preprocess, setup, world)
+    measured = evaluate_on_validation(teacher.logits, setup.network.preprocess, setup, world)
     if measured is not None:
         write_json(path, predictions(measured))
         top1 = measured.report["top1"]["value"]
         terminal.say(f"the teacher, as the student sees the validation images: Top-1 {top1:.2%}")
-
-
-def _evaluate(
-    forward: Callable[[Tensor], Any], preprocess: Preprocess, setup: TrainPlan, world: World
-) -> loop.Evaluation | None:
-    return loop.evaluate(
-        forward,
-        world=world,
-        batches=validation_batches(setup.folder.val, preprocess, setup, world),
-        split=setup.folder.val,
-        preprocess=preprocess,
-        classes=setup.folder.classes,
-    )
 
 
 def _finish(
@@ -135,7 +122,7 @@ def _finish(
         preprocess = Preprocess.from_dict(other.model["preprocess"])
         order = list(order_of(other.model["classes"], folder.classes, flag=f"--baseline {config.baseline}"))
         forward = inference_forward(open_network(other), config=None, world=world)
-        baseline = _evaluate(lambda images: forward(images)[:, order], preprocess, setup, world)
+        baseline = evaluate_on_validation(lambda images: forward(images)[:, order], preprocess, setup, world)
     replayed, computed = (
         world.sum(torch.tensor([cache.replayed, cache.computed], device=world.device)).tolist() if cache else (0, 0)
     )

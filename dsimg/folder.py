@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg.errors import DataError, near
+from dsimg.run import replacing
 
 VALIDATION_NAMES = ("val", "valid", "validation", "test")
 # What lies in class folders beside the images. Any other file is listed, whatever its suffix: its bytes
@@ -140,14 +141,13 @@ def find_leaks(folder: ImageFolder) -> list[tuple[Path, Path]]:
 
 def write_index(folder: ImageFolder, path: Path) -> None:
     """Keep the lists in one file, atomically: gzipped JSON lines, a line a class and split."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as raw:
-        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream:
-            for record in _records(folder):
-                stream.write(json.dumps(record).encode("ascii") + b"\n")  # surrogates pass as \udcxx
-        raw.flush()
-        os.fsync(raw.fileno())
-    temporary.replace(path)
+    with (
+        replacing(path) as temporary,
+        temporary.open("wb") as raw,
+        gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=1, mtime=0) as stream,
+    ):
+        for record in _records(folder):
+            stream.write(json.dumps(record).encode("ascii") + b"\n")  # surrogates pass as \udcxx
 
 
 def read_index(path: Path) -> ImageFolder:

@@ -29,7 +29,7 @@ from dsimg.cutter import (
     serving_of,
 )
 from dsimg.cutting import TOLERANCE, require_onnxruntime, sparsity_penalty
-from dsimg.errors import ConfigError, ModelError
+from dsimg.errors import ConfigError, DsimgError
 from dsimg.hints import Hints
 from dsimg.metrics import accuracy_text, compared_text
 from dsimg.plan import Images, Network, TrainPlan, data_path, find_images_of
@@ -41,6 +41,7 @@ from dsimg.scan import scan_units, write_scan
 from dsimg.session import Trained, fit_run
 from dsimg.stage import Job, data_of, finish_run, run_stage, trained_weights
 from dsimg.teacher import Teacher, open_teacher
+from dsimg.teacher_cache import TeacherCache
 from dsimg.teaching import (
     check_hints,
     compare_predictions,
@@ -51,7 +52,6 @@ from dsimg.teaching import (
 )
 from dsimg.watch import STARTING
 from dsimg.weights import open_network, save_weights
-from dsimg.world import World
 
 __all__ = ["PruneConfig", "prune"]
 
@@ -62,9 +62,8 @@ CUT_EPOCHS = 2
 
 def prune(config: PruneConfig) -> Run:
     """Prune a run's network and train it on, into a run folder. It stops and resumes as `train` does."""
-    source = Run.open(config.source)
     if config.data is None:
-        config = dataclasses.replace(config, data=data_of(source.path))
+        config = dataclasses.replace(config, data=data_of(config.source))
     return run_stage(config, stage="prune", body=_prune, free=("teacher_shard",))
 
 
@@ -88,12 +87,13 @@ def _prune(job: Job[PruneConfig]) -> Run:
         )
     reads = [config.source]
     teacher: Teacher | None = None
+    cache: TeacherCache | None = None
     if config.teacher != "none" and not config.scan:
         who, flag = (str(config.source), "--source") if config.teacher == "source" else (config.teacher, "--teacher")
         classes = images.folder.classes
         teacher, rows = open_teacher((who,), config, classes=classes, student=dense.preprocess, world=world, flag=flag)
         setup.rows[-1:-1] = [*rows, ("loss", loss_text(config))]
-        open_cache(config, setup, teacher, world)  # each training opens it anew; here it is checked, and shown
+        cache = open_cache(config, setup, teacher, world)
         check_hints(config, dense, teacher)
         reads += [Path(who)] if Path(who) != config.source and Path(who).exists() else []
     setup.rows[-1:-1] = _target_rows(config)
@@ -115,7 +115,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
                 )
             end = phase.folder / "weights.safetensors"
             if phase.last or not world.on_rank_zero(end.exists):
-                here, trained, steps = _train_phase(job, cutter, network, phase, images, teacher, steps_left)
+                here, trained, steps = _train_phase(job, cutter, network, phase, images, teacher, cache, steps_left)
                 if phase.last:
                     return _finish(run, here, trained, cutter, before)
                 steps_left = None if steps_left is None else steps_left - steps
@@ -149,23 +149,26 @@ def _train_phase(
     phase: Phase,
     images: Images,
     teacher: Teacher | None,
+    cache: TeacherCache | None,
     steps_left: int | None,
 ) -> tuple[TrainPlan, Trained, int]:
     """Cut where the phase begins with that, and train; return the plan, what came of it, and this start's steps."""
+    config = dataclasses.replace(job.config, epochs=phase.epochs, max_steps=steps_left)
     job.stop.nothing_to_save = True  # until the first step: asked to stop while it searches, it leaves at once
     if phase.goal is not None:
         if job.watch is not None:
             job.watch.at(0, STARTING)  # a search may take longer than a rank may stand still
         network = cutter.cut(network, phase)
+    penalty = None
+    if phase.goal is None:
+        found = job.world.on_rank_zero(lambda: cutter.found(network))
+        # A copy learns: what a cut may take is measured by the source.
+        network = dataclasses.replace(network, model=copy.deepcopy(network.model))
+        penalty = sparsity_penalty(network.model, found.units, strength=config.sparsity)
     phase.folder.mkdir(parents=True, exist_ok=True)
-    config = dataclasses.replace(job.config, epochs=phase.epochs, max_steps=steps_left)
     resumed = job.resume_point(phase.folder / "checkpoints")
     setup = job.plan(config, images, network)
     job.go_on(setup, resumed)
-    penalty = None
-    if phase.goal is None:  # before hints add to the network
-        found = job.world.on_rank_zero(lambda: cutter.found(network))
-        penalty = sparsity_penalty(network.model, found.units, strength=config.sparsity)
     hints = open_hints(config, network, teacher) if teacher is not None else None
     trained = fit_run(
         Run(phase.folder, None),
@@ -173,7 +176,7 @@ def _train_phase(
         setup,
         world=job.world,
         resumed=resumed,
-        loss=_loss(setup, config, teacher, hints, penalty, job.world),
+        loss=_loss(config, teacher, cache, hints, penalty),
         stop=job.stop,
         watch=job.watch,
     )
@@ -194,18 +197,16 @@ def _phases(config: PruneConfig, path: Path, *, goal: float) -> list[Phase]:
 
 
 def _loss(
-    setup: TrainPlan,
     config: PruneConfig,
     teacher: Teacher | None,
+    cache: TeacherCache | None,
     hints: Hints | None,
     penalty: Callable[[], Tensor] | None,
-    world: World,
 ) -> loop.Loss:
     """Return the loss of one training: the labels, the teacher, and before the first cut the penalty on channels."""
     if teacher is None:
         loss = loop.classification_loss(config.label_smoothing)
     else:
-        cache = open_cache(config, setup, teacher, world)
         loss = distillation_loss(teacher, config, label_smoothing=config.label_smoothing, cache=cache, hints=hints)
     if penalty is None:
         return loss
@@ -278,7 +279,7 @@ def _compare(
         rows.append(("target", f"! missed: {missed}: {cut_report['shortfall']}"))
     try:
         metrics["latency"] = _latency(cutter, pruned)
-    except (ConfigError, ModelError) as error:
+    except DsimgError as error:
         rows.append(("latency", f"not measured: {error}"))
     else:
         goal = cut_report["goal"] if cutter.what == "latency" else None

@@ -312,7 +312,7 @@ class PruneConfig(TaughtRecipe):
     """What a channel's worth is told by: its weights in every layer it runs through; the loss's first-order change;
     the scales of BatchNorm; weights against those of its layer; nothing."""
     round_to: int = 16
-    """Widths stay multiples of this. 16 suits int8; ONNX Runtime is slower on odd widths. Narrow networks need less."""
+    """Widths stay multiples of this. 16 suits int8 kernels; networks as narrow as a cifar_resnet need less."""
     max_ratio: float = 0.8
     """The share of a layer's channels that may go at most."""
     protect: tuple[str, ...] = ()

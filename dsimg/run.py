@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -38,19 +38,30 @@ ROLES = {
 State = Literal["new", "unfinished", "finished"]
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to a temporary name beside `path`, fsync, and rename, so that no reader sees half a file."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary name beside `path` to write to; afterwards fsync and rename, so that no reader sees half a file.
+
+    What goes wrong is raised as it is, and leaves neither a temporary file nor a changed `path`.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield temporary
+        sync_file(temporary)
         temporary.replace(path)
         sync_folder(path.parent)
-    except OSError as error:
+    except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all. Raises RunError."""
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(data)
+    except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}. Free some space or choose another --out.") from error
 
 

@@ -22,7 +22,7 @@ from dsimg.run import write_json
 
 RATIOS = (0.25, 0.5, 0.75)
 VALIDATION_IMAGES = 1000
-BATCHNORM_IMAGES = 256
+RECOUNT_IMAGES = 256  # that BatchNorm is re-estimated on, for each cut
 WORST_SHOWN = 12  # lines with a name in the picture
 
 
@@ -77,7 +77,7 @@ def scan_units(
     model = network.model.to(device).eval()
     ranked = scores(model, found.units, importance=importance, seed=seed, gradients=gradients)
     validation = _validation(setup, device)
-    training = [images for images, _ in training_batches(setup, BATCHNORM_IMAGES, seed=seed, device=device)]
+    training = [images for images, _ in training_batches(setup, RECOUNT_IMAGES, seed=seed, device=device)]
     base = copy.deepcopy(model)
     reestimate_batchnorm(base, training)  # as after each cut, so that what is shown is the cut's alone
     whole = _accuracy(base, validation)

@@ -8,9 +8,12 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from dsimg import cli, data, loop, models
 from dsimg.cache import free_memory
@@ -18,7 +21,6 @@ from dsimg.checkpoint import Saver, load_checkpoint
 from dsimg.control import Control, Limits, Position
 from dsimg.engine import Engine
 from dsimg.errors import DataError
-from dsimg.folder import Split
 from dsimg.health import Health
 from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import TrainPlan, json_lr
@@ -92,7 +94,7 @@ def fit_run(
         )
     cuda = world.device.type == "cuda"
     loader = data.TrainLoader(images, setup.plan, rank=world.rank, workers=setup.workers, prefetch=cuda, pin=cuda)
-    validation = validation_batches(setup.folder.val, setup.network.preprocess, setup, world)
+    validation = _validation_batches(setup.network.preprocess, setup, world)
     engine = Engine(
         setup.network.model,
         config=setup.ds.config,
@@ -217,10 +219,10 @@ def fit_run(
     return Trained(engine, saver, result, seconds, start.epoch < config.epochs)
 
 
-def validation_batches(split: Split, preprocess: Preprocess, setup: TrainPlan, world: World) -> data.EvalLoader:
-    """Return this rank's share of a split, for a network that takes images so; kept in memory where it is small."""
+def _validation_batches(preprocess: Preprocess, setup: TrainPlan, world: World) -> data.EvalLoader:
+    """Return this rank's validation images, for a network that takes them so; kept in memory where they are small."""
     return data.EvalLoader(
-        split,
+        setup.folder.val,
         preprocess,
         batch_size=max(32, setup.plan.micro),
         rank=world.rank,
@@ -228,6 +230,20 @@ def validation_batches(split: Split, preprocess: Preprocess, setup: TrainPlan, w
         workers=setup.workers,
         cache_bytes=free_memory() // (8 * world.local_size),
         pin=world.device.type == "cuda",
+    )
+
+
+def evaluate_on_validation(
+    forward: Callable[[Tensor], Any], preprocess: Preprocess, setup: TrainPlan, world: World
+) -> loop.Evaluation | None:
+    """Measure a network that takes images so on a plan's validation images; as `loop.evaluate`, on all ranks."""
+    return loop.evaluate(
+        forward,
+        world=world,
+        batches=_validation_batches(preprocess, setup, world),
+        split=setup.folder.val,
+        preprocess=preprocess,
+        classes=setup.folder.classes,
     )
 
 

@@ -307,7 +307,7 @@ def _finish(
 
 def data_of(source: Path) -> str:
     """Return the --data that a run was trained with. Raises ConfigError where `source` is not a run."""
-    if ":" in str(source) or "_Weights." in str(source):
+    if not source.is_dir() and (":" in str(source) or "_Weights." in str(source)):
         raise ConfigError(f"{source} is no run, which would say what images it was trained on. Give them with --data.")
     run = Run.open(source)
     given = read_json(run.file("config"))["data"]

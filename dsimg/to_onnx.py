@@ -1,8 +1,6 @@
 """From PyTorch to ONNX: one file that takes any batch, and how far its logits are from the network's own."""
 
-import contextlib
 import copy
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 
 from dsimg.errors import ModelError
 from dsimg.models import first_line
-from dsimg.run import sync_file, sync_folder
+from dsimg.run import replacing
 from dsimg_export.session import INPUT, OUTPUT, open_session
 
 # The exporter's own operators are of 18 and it honours nothing below; 20 is its default and has GELU whole.
@@ -56,15 +54,10 @@ def to_onnx(model: nn.Module, path: Path, *, input_size: tuple[int, int, int]) -
             "smaller one, or prune it."
         )
     proto = _export(model, input_size)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        onnx.save(proto, temporary)
-        sync_file(temporary)
-        temporary.replace(path)
-        sync_folder(path.parent)
+        with replacing(path) as temporary:
+            onnx.save(proto, temporary)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
 
 

@@ -1,8 +1,6 @@
 """Weights: load what fits into a network from wherever they come, restore them exactly, save and read them."""
 
 import argparse
-import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from torchvision.models.vision_transformer import interpolate_embeddings
 from dsimg.errors import ModelError
 from dsimg.models import build_model, build_timm, first_line, head_names, looks_like_file, published_weights
 from dsimg.pruned import Record, rebuild
-from dsimg.run import Run, sync_file, sync_folder
+from dsimg.run import Run, replacing
 from dsimg.shards import is_checkpoint, read_model, saved_model
 
 # Where checkpoints keep their state dict, best first: torchvision's references, timm, Lightning, DeepSpeed.
@@ -144,15 +142,10 @@ def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
-        sync_file(temporary)
-        temporary.replace(path)
-        sync_folder(path.parent)
+        with replacing(path) as temporary:
+            safetensors.torch.save_file(tensors, temporary, metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
 
 

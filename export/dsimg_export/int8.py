@@ -1,8 +1,6 @@
 """Static int8 of an ONNX file by ONNX Runtime's own tools, with the settings that are fast and close to fp32."""
 
-import contextlib
 import itertools
-import os
 import platform
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -15,7 +13,7 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from dsimg.errors import ModelError
-from dsimg.run import sync_file, sync_folder
+from dsimg.run import replacing
 from dsimg_export.session import INPUT, open_session
 
 # Softmax, layer norm and GELU stay in float: with them in int8 a small ViT's relative error was 0.44 instead of 0.04.
@@ -57,9 +55,8 @@ def quantize_static_int8(
     if first is None:
         raise ModelError(f"there are no images to calibrate {source} on. Give at least one batch of training images.")
     on_arm = platform.machine().lower() in ("arm64", "aarch64")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
+        with replacing(target) as temporary, tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
             prepared = Path(folder) / "prepared.onnx"
             # Fuses what int8 kernels have as one; symbolic shapes would need sympy, and the file has its shapes.
             quant_pre_process(source, prepared, skip_symbolic_shape=True)
@@ -74,17 +71,11 @@ def quantize_static_int8(
                 weight_type=QuantType.QInt8,
                 calibrate_method=CalibrationMethod.MinMax,
             )
-        sync_file(temporary)
-        temporary.replace(target)
-        sync_folder(target.parent)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error}. Free some space there or choose another --out.") from error
     except Exception as error:  # ONNX Runtime's tools raise any type on what they do not know
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelError(f"ONNX Runtime cannot quantize {source} ({reason}). Serve it in fp32.") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def default_ops(source: Path) -> tuple[str, ...]:

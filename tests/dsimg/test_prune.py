@@ -289,6 +289,17 @@ def test_max_steps_counts_over_all_trainings_of_a_start(root: Path, tmp_path: Pa
     assert prune(dataclasses.replace(config, max_steps=10)).manifest is not None
 
 
+@pytest.mark.parametrize(
+    "trainings", [{"cuts": 1, "cut_epochs": None}, {"sparsity_epochs": 0}], ids=["sparsity", "two cuts"]
+)
+def test_the_cap_on_a_layer_is_a_share_of_the_sources(root: Path, tmp_path: Path, trainings: dict[str, Any]) -> None:
+    """Neither sparse training nor an earlier cut may change what is measured by."""
+    options: dict[str, Any] = {**STEPS, "max_ratio": 0.25, **trainings}
+    said = told(prune(PruneConfig(source=root / "source", out=tmp_path / "run", **options)))
+    assert "--max_ratio 0.25" in said["shortfall"]
+    assert [(layer["before"], layer["after"]) for layer in said["layers"]] == [(64, 48), (96, 72)]
+
+
 def test_files_that_others_wrote_are_named_before_anything_is_trained(root: Path, tmp_path: Path) -> None:
     config = PruneConfig(source=root / "source", out=tmp_path / "run", **{**STEPS, "sparsity_epochs": 0})
     with pytest.raises(StopRequested):
