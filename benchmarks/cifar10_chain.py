@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/cifar10"))
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--deepspeed_config", default="ds_configs/zero1.json", help="of every step, its precision too")
     parser.add_argument("--epochs_teacher", type=int, default=20)
     parser.add_argument("--epochs", type=int, default=15, help="of students, and of fine-tuning after pruning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -47,7 +48,7 @@ def main() -> None:
 def commands(step: str, options: argparse.Namespace) -> list[str]:
     """Return the command lines of a step, without the launcher."""
     out, teacher = shlex.quote(str(options.out)), f"{shlex.quote(str(options.out))}/teacher"
-    data = f"--data {shlex.quote(str(options.data))} --deepspeed_config ds_configs/zero1.json"
+    data = f"--data {shlex.quote(str(options.data))} --deepspeed_config {shlex.quote(options.deepspeed_config)}"
     if step == "teacher":
         return [f"train {data} --model cifar_resnet56 --epochs {options.epochs_teacher} {RECIPE} --out {teacher}"]
     student = f"{data} --model cifar_resnet20 --epochs {options.epochs} {RECIPE}"

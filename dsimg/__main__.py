@@ -12,6 +12,7 @@ STAGES = {
     "evaluate": ("dsimg.evaluate:evaluate", "measure a run on a folder of images, every image once"),
     "distill": ("dsimg.distill:distill", "train a small network to say what a large one says"),
     "prune": ("dsimg.prune:prune", "cut channels out of a network until it is as small or as fast as asked"),
+    "export": ("dsimg.export:export", "write a network as one ONNX file, compared with PyTorch"),
     "doctor": ("dsimg.doctor:doctor", "prove that a stopped and resumed run is the run that never stopped"),
 }
 

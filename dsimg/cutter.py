@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dsimg import cli, loop, models
+from dsimg import cli, models
 from dsimg.channels import Unit
 from dsimg.cutting import (
     BATCHNORM_IMAGES,
@@ -33,6 +33,7 @@ from dsimg.cutting import (
     training_batches,
 )
 from dsimg.errors import ConfigError, ModelError, RunError
+from dsimg.evaluation import Evaluation
 from dsimg.forward import inference_forward
 from dsimg.graph import Found, find_units
 from dsimg.metrics import accuracy_text
@@ -231,7 +232,7 @@ class Cutter:
     def _batches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         return training_batches(self.setup, count, seed=self.config.seed, device=self.world.device)
 
-    def _evaluate(self, network: Network) -> loop.Evaluation | None:
+    def _evaluate(self, network: Network) -> Evaluation | None:
         forward = inference_forward(network.model, config=None, world=self.world)
         result = evaluate_on_validation(forward, network.preprocess, self.setup, self.world)
         network.model.cpu()  # the device is the training's

@@ -19,7 +19,7 @@ from dsimg.augment import REPLACE, Augmentation, uniform
 from dsimg.errors import DataError, DsimgError, ImageError
 from dsimg.folder import Split
 from dsimg.pixels import Pixels, decode_rgb, resize
-from dsimg.preprocess import Preprocess, decode, resize_and_crop
+from dsimg.preprocess import Preprocess, decode, read_pixels, resize_and_crop
 from dsimg.steps import StepPlan, epoch_order
 from dsimg.workers import Keys, Pool, prefetched
 
@@ -375,18 +375,9 @@ class _EvalJob:
         self.preprocess = preprocess
 
     def __getitem__(self, ids: NDArray[np.int64]) -> tuple[Tensor, dict[int, str]]:
-        _, height, width = self.preprocess.input_size
-        images = np.zeros((max(len(ids), 1), height, width, 3), np.uint8)
-        reasons: dict[int, str] = {}
-        for row, index in enumerate(ids.tolist()):
-            try:
-                data = (self.split.folder / self.split.files[index]).read_bytes()
-                images[row] = resize_and_crop(decode(data), self.preprocess)
-            except ImageError as error:
-                reasons[index] = str(error)
-            except OSError as error:
-                reasons[index] = f"cannot be read: {error.strerror or error}"
-        return torch.from_numpy(images), reasons
+        files = [self.split.folder / self.split.files[index] for index in ids.tolist()]
+        images, reasons = read_pixels(files, self.preprocess)
+        return torch.from_numpy(images), {int(ids[place]): reason for place, reason in reasons.items()}
 
 
 # To the device

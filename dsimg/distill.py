@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsimg import cli, loop
+from dsimg import cli
+from dsimg.evaluation import Evaluation
 from dsimg.forward import inference_forward
 from dsimg.metrics import accuracy_text, compared_text
 from dsimg.plan import TrainPlan, choose_network, data_path, find_images_of
@@ -116,7 +117,7 @@ def _finish(
         speeds = _images_per_second(
             {"student": engine.forward, "teacher": teacher.logits}, setup.network.preprocess, world
         )
-    baseline: loop.Evaluation | None = None
+    baseline: Evaluation | None = None
     if config.baseline is not None:
         other = Run.open(config.baseline)
         preprocess = Preprocess.from_dict(other.model["preprocess"])
@@ -140,7 +141,7 @@ def _finish(
     return finish_run(run, config, setup, trained, metrics={"distillation": metrics}, rows=rows)
 
 
-def _compare(student: loop.Evaluation, teacher: Mapping[str, Any], baseline: loop.Evaluation | None) -> dict[str, Any]:
+def _compare(student: Evaluation, teacher: Mapping[str, Any], baseline: Evaluation | None) -> dict[str, Any]:
     """Return what the manifest says of the student beside its teacher and a student without one."""
     metrics = {"teacher": teacher["top1"], "against_teacher": compare_predictions(student, teacher)}
     if baseline is not None:

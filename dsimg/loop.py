@@ -1,12 +1,9 @@
 """The one `fit` and the one `evaluate`. Training, distilling and fine-tuning differ in the loss they pass."""
 
-import csv
-import io
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,16 +11,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsimg import augment, data, metrics
+from dsimg import augment, data, evaluation
 from dsimg.control import Control, Position
 from dsimg.engine import Engine
-from dsimg.errors import DataError
+from dsimg.evaluation import Evaluation
 from dsimg.folder import Split
 from dsimg.losses import cross_entropy, mixed_cross_entropy
 from dsimg.meter import Meter
 from dsimg.models import primary_logits, split_outputs
 from dsimg.preprocess import Preprocess
-from dsimg.run import write_atomically, write_json
 from dsimg.schedule import Schedule
 from dsimg.watch import TRAINING
 from dsimg.world import World
@@ -163,17 +159,6 @@ def _seed_random(seed: int, step: int, rank: int) -> None:
     np.random.seed(mixed % 2**32)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A report (see `metrics.evaluation_report`) and what it was made from, in the split's order. On rank 0 only."""
-
-    report: dict[str, Any]
-    split: Split
-    top: np.ndarray  # (N, min(5, C)) class ids, best first
-    probability: np.ndarray  # (N,) of the best class
-    losses: np.ndarray  # (N,)
-
-
 @torch.no_grad()
 def evaluate(
     forward: Callable[[Tensor], Any],
@@ -191,92 +176,16 @@ def evaluate(
     of ZeRO-3 work in step, and `between` before each batch. Files that cannot be decoded are counted and left out of
     the figures.
     """
-    rows: list[np.ndarray] = []
+    rows: list[NDArray[np.float64]] = []
     bad: dict[str, str] = {}
-    width = min(metrics.TOP, len(classes))
     for batch in batches:
         between()
         logits = primary_logits(forward(data.to_input(batch.images, preprocess, world.device)))
-        labels = batch.labels.to(world.device)
-        losses = cross_entropy(logits, labels, label_smoothing=0.0)
-        keep = batch.valid.numpy()
-        numbers = logits.double().cpu().numpy()
-        top = metrics.top_k(numbers, width)
-        best = logits.double().softmax(1).amax(1).cpu().numpy()
-        row = np.column_stack([batch.ids, losses.double().cpu().numpy(), best, top])
-        rows.append(row[keep])
+        found = evaluation.measure(logits.double().cpu().numpy(), batch.labels.numpy(), batch.ids)
+        rows.append(found[batch.valid.numpy()])
         bad.update(batch.bad)
-    gathered = world.gather((np.concatenate(rows) if rows else np.empty((0, 3 + width)), bad))
+    gathered = world.gather((rows, bad))
     if world.rank != 0:
         return None
-    table = np.concatenate([part for part, _ in gathered])
-    table = table[np.argsort(table[:, 0], kind="stable")]
     unreadable = {file: reason for _, part in gathered for file, reason in part.items()}
-    ids = table[:, 0].astype(np.int64)
-    if len(ids) + len(unreadable) != len(split.files) or len(np.unique(ids)) != len(ids):
-        raise AssertionError(f"evaluated {len(ids)} + {len(unreadable)} unreadable of {len(split.files)} images")
-    if not len(ids):
-        raise DataError(
-            f"none of the {len(split.files)} images in {split.folder} can be decoded: there is nothing to evaluate."
-        )
-    top = table[:, 3:].astype(np.int64)
-    report = metrics.evaluation_report(labels=split.labels[ids], top=top, losses=table[:, 1], classes=classes)
-    report["bad_images"] = [{"file": file, "reason": reason} for file, reason in sorted(unreadable.items())]
-    good = Split(split.folder, tuple(split.files[i] for i in ids), split.labels[ids])
-    return Evaluation(report, good, top, table[:, 2], table[:, 1])
-
-
-def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str]) -> None:
-    """Write `evaluation.json` and `predictions.csv` (a line per image) into a folder."""
-    write_json(folder / "evaluation.json", evaluation.report)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    width = evaluation.top.shape[1]
-    writer.writerow(
-        [
-            "file",
-            "label",
-            "predicted",
-            "correct",
-            "probability",
-            "loss",
-            *(f"top{k + 1}" for k in range(width)),
-        ]
-    )
-    for file, label, top, probability, loss in zip(
-        evaluation.split.files,
-        evaluation.split.labels,
-        evaluation.top,
-        evaluation.probability,
-        evaluation.losses,
-        strict=True,
-    ):
-        names = ["" if k == metrics.NO_CLASS else classes[k] for k in top]
-        writer.writerow(
-            [
-                file,
-                classes[label],
-                names[0],
-                int(top[0] == label),
-                f"{probability:.6f}",
-                f"{loss:.6f}",
-                *names,
-            ]
-        )
-    write_atomically(folder / "predictions.csv", text.getvalue().encode("utf-8", "surrogateescape"))
-
-
-def result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the result table: accuracy with its 95 % interval, loss, images."""
-
-    rows = [("images", f"{report['images']}, {report['correct']} right")]
-    rows.append(("Top-1", metrics.accuracy_text(report["top1"])))
-    if report["top5"] is not None:
-        rows.append(("Top-5", metrics.accuracy_text(report["top5"])))
-    rows.append(("loss", "not finite" if report["loss"] is None else f"{report['loss']:.4f}"))
-    if report["not_finite"]:
-        rows.append(("no prediction", f"{report['not_finite']} images gave NaN or infinity; counted as wrong"))
-    if report["bad_images"]:
-        names = ", ".join(entry["file"] for entry in report["bad_images"][:3])
-        rows.append(("unreadable", f"{len(report['bad_images'])} images left out: {names}"))
-    return rows
+    return evaluation.gather([row for part, _ in gathered for row in part], unreadable, split=split, classes=classes)

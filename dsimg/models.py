@@ -223,6 +223,18 @@ def published_weights(arch: str, weights: str) -> Any:
     return members[name]
 
 
+def arch_of_weights(weights: str) -> tuple[str, Any]:
+    """Return the architecture that weights such as ResNet50_Weights.IMAGENET1K_V2 are for, and the enum's member.
+
+    Raises ModelError.
+    """
+    owner = weights.partition(".")[0]
+    for name in torchvision.models.list_models(module=torchvision.models):
+        if torchvision.models.get_model_weights(name).__name__ == owner:
+            return str(name), published_weights(str(name), weights)
+    raise ModelError(f"torchvision has no weights '{owner}'. They are called like ResNet50_Weights.IMAGENET1K_V2.")
+
+
 # --- Outputs and heads --------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,9 @@
 import io
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,24 @@ def preprocess_image(data: bytes, preprocess: Preprocess) -> NDArray[np.float32]
     """Return the model's input for one image file's bytes: (3, H, W), normalised. Raises ImageError."""
     batch = normalise(resize_and_crop(decode(data), preprocess)[None], preprocess)
     return batch.reshape(batch.shape[1:])
+
+
+def read_pixels(files: Sequence[Path], preprocess: Preprocess) -> tuple[NDArray[np.uint8], dict[int, str]]:
+    """Return image files as pixels (N, H, W, 3) before normalisation, and why those in the dict (by place) are black.
+
+    An empty list gives one black image.
+    """
+    _, height, width = preprocess.input_size
+    images = np.zeros((max(len(files), 1), height, width, 3), np.uint8)
+    reasons: dict[int, str] = {}
+    for place, file in enumerate(files):
+        try:
+            images[place] = resize_and_crop(decode(file.read_bytes()), preprocess)
+        except ImageError as error:
+            reasons[place] = str(error)
+        except OSError as error:
+            reasons[place] = f"cannot be read: {error.strerror or error}"
+    return images, reasons
 
 
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -5,6 +5,7 @@ A stage begins a run, writes its files into it, and finishes it by writing `run.
 """
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -31,6 +32,9 @@ ROLES = {
     "pruning": ("pruning.json", "dsimg prune"),
     "labels": ("labels.txt", "dsimg train"),
     "metrics": ("metrics.jsonl", "dsimg train"),
+    "model": ("model.onnx", "dsimg export"),
+    "reduced": ("model_reduced.onnx", "dsimg quantize"),
+    "golden": ("golden.safetensors", "dsimg export"),
     "evaluation": ("evaluation.json", "dsimg evaluate"),
     "predictions": ("predictions.csv", "dsimg evaluate"),
 }
@@ -77,6 +81,15 @@ def sync_folder(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
     write_atomically(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+
+
+def as_plain(value: Any) -> Any:
+    """Return a config, or a part of one, as JSON keeps it: paths are text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):
+        return [as_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def sha256(path: Path) -> str:

@@ -21,6 +21,7 @@ from dsimg.checkpoint import Saver, load_checkpoint
 from dsimg.control import Control, Limits, Position
 from dsimg.engine import Engine
 from dsimg.errors import DataError
+from dsimg.evaluation import Evaluation
 from dsimg.health import Health
 from dsimg.meter import Meter, MetricsFile
 from dsimg.plan import TrainPlan, json_lr
@@ -42,7 +43,7 @@ class Trained:
 
     engine: Engine
     saver: Saver
-    result: loop.Evaluation | None
+    result: Evaluation | None
     seconds: float  # of this start, without evaluations
     stepped: bool  # whether this start had anything left to train
 
@@ -168,7 +169,7 @@ def fit_run(
         watch=watch,
         terminal=terminal,
     )
-    result: loop.Evaluation | None = None
+    result: Evaluation | None = None
 
     def evaluate(position: Position) -> None:
         """Measure after an epoch, where that is due and was not done before the run stopped."""
@@ -235,7 +236,7 @@ def _validation_batches(preprocess: Preprocess, setup: TrainPlan, world: World) 
 
 def evaluate_on_validation(
     forward: Callable[[Tensor], Any], preprocess: Preprocess, setup: TrainPlan, world: World
-) -> loop.Evaluation | None:
+) -> Evaluation | None:
     """Measure a network that takes images so on a plan's validation images; as `loop.evaluate`, on all ranks."""
     return loop.evaluate(
         forward,

@@ -1,7 +1,6 @@
 """What surrounds the training of every stage that trains: joining the ranks, claiming the run folder or finding it
 again, and leaving, whatever happens, so that the same command goes on."""
 
-import dataclasses
 import os
 import subprocess
 import threading
@@ -13,15 +12,16 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from dsimg import cli, loop
+from dsimg import cli
 from dsimg.checkpoint import choose_checkpoint, set_aside_newer
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.errors import ConfigError, RunError, StopRequested
+from dsimg.evaluation import result_rows, write_evaluation
 from dsimg.folder import read_index, write_index
 from dsimg.plan import DEFAULT_BATCH_SIZE, Images, Network, TrainPlan, check_against_json, plan_training
 from dsimg.recipe import Recipe
-from dsimg.run import Run, State, hold_lock, read_json, write_atomically, write_json
+from dsimg.run import Run, State, as_plain, hold_lock, read_json, write_atomically, write_json
 from dsimg.session import Trained
 from dsimg.shards import is_adapter
 from dsimg.stop import STOPPED, StopWatch, check_stop_file, reason_text
@@ -285,7 +285,7 @@ def _finish(
     save_weights(weights, run.path / "weights.safetensors")
     if setup.network.pruning is not None:
         setup.network.pruning.save(run.path / "pruning.json")
-    loop.write_evaluation(run.path, result, setup.folder.classes)
+    write_evaluation(run.path, result, setup.folder.classes)
     report = result.report
     run.finish(
         seed=config.seed,
@@ -297,7 +297,7 @@ def _finish(
             **metrics,
         },
     )
-    shown = loop.result_rows(report)
+    shown = result_rows(report)
     if engine.skipped_steps:
         shown.append(("skipped steps", f"{engine.skipped_steps}, where the gradient was not finite"))
     if saver.saves:
@@ -316,13 +316,7 @@ def data_of(source: Path) -> str:
 
 def as_json(config: Recipe) -> dict[str, Any]:
     """Return the config as `config.json` keeps it; the data's path in one form, however it was given."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(part) for part in value]
-        return str(value) if isinstance(value, Path) else value
-
-    values = {key: plain(value) for key, value in dataclasses.asdict(config).items()}
+    values: dict[str, Any] = as_plain(config)
     if config.data is None:
         values["data"] = "digits"
     elif config.data != "digits":

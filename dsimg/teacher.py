@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,7 +55,7 @@ def open_member(source: str, *, classes: Sequence[str], student: Preprocess, fla
         models.check_input_size(model, student.input_size[1], source, num_classes=len(classes))
         return Member(source, source, model, student, every)
     if "_Weights." in source:
-        arch = _arch_of(source)
+        arch, _ = models.arch_of_weights(source)
         preprocess = models.default_preprocess(arch, image_size=None, weights=source)
         model = models.build_model(arch, num_classes=len(classes), input_size=preprocess.input_size[1])
         report = load_weights(model, source, arch=arch, classes=classes)
@@ -88,14 +87,6 @@ def order_of(theirs: Sequence[str], ours: Sequence[str], *, flag: str) -> tuple[
         )
     place = {name: index for index, name in enumerate(theirs)}
     return tuple(place[name] for name in ours)
-
-
-def _arch_of(weights: str) -> str:
-    owner = weights.partition(".")[0]
-    for name in torchvision.models.list_models(module=torchvision.models):
-        if torchvision.models.get_model_weights(name).__name__ == owner:
-            return str(name)
-    raise ModelError(f"torchvision has no weights '{owner}'. They are called like ResNet50_Weights.IMAGENET1K_V2.")
 
 
 class Teacher:

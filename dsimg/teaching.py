@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsimg import loop, losses, models
 from dsimg.console import bytes_text
+from dsimg.evaluation import Evaluation
 from dsimg.hints import Hints
 from dsimg.metrics import mcnemar
 from dsimg.plan import Network, TrainPlan
@@ -139,7 +140,7 @@ def check_hints(config: TaughtRecipe, student: Network, teacher: Teacher) -> Non
 # --- What both said of the validation images --------------------------------------------------------------------
 
 
-def predictions(evaluation: loop.Evaluation) -> dict[str, Any]:
+def predictions(evaluation: Evaluation) -> dict[str, Any]:
     """Return an evaluation's accuracy and classes for each image, as JSON, to be compared with another network's."""
     return {
         "top1": evaluation.report["top1"],
@@ -148,7 +149,7 @@ def predictions(evaluation: loop.Evaluation) -> dict[str, Any]:
     }
 
 
-def compare_predictions(evaluation: loop.Evaluation, other: Mapping[str, Any]) -> dict[str, Any] | None:
+def compare_predictions(evaluation: Evaluation, other: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return McNemar's test against what `predictions` kept of another network, and how often both say the same; None
     where the readable images are others by now."""
     if other["images"] != evaluation.split.digest():

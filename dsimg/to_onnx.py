@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dsimg.errors import ModelError
 from dsimg.models import first_line
-from dsimg.run import replacing
+from dsimg_export.onnx_file import save_model
 from dsimg_export.session import INPUT, OUTPUT, open_session
 
 # The exporter's own operators are of 18 and it honours nothing below; 20 is its default and has GELU whole.
@@ -40,12 +40,20 @@ class Parity:
 
 
 def to_onnx(model: nn.Module, path: Path, *, input_size: tuple[int, int, int]) -> None:
-    """Write the network, as it is in eval mode and fp32, to one ONNX file of opset `OPSET`, atomically.
+    """Write the network to one ONNX file of opset `OPSET`, atomically; see `exported`.
+
+    Raises ModelError: over 2 GB, a network that the exporter cannot follow, a disk that refuses.
+    """
+    save_model(exported(model, input_size=input_size), path)
+
+
+def exported(model: nn.Module, *, input_size: tuple[int, int, int], opset: int = OPSET) -> onnx.ModelProto:
+    """Return the network, as it is in eval mode and fp32, as an ONNX model of the opset asked for.
 
     Input `images`: (N, 3, H, W) float32, normalised; output `logits`: (N, C); any N. `input_size`: (3, H, W). A copy
     on the CPU is exported; `model` stays as it is. Weights keep their names, and a node's metadata its module's.
 
-    Raises ModelError: over 2 GB, a network that the exporter cannot follow, a disk that refuses.
+    Raises ModelError: over 2 GB, a network that the exporter cannot follow, an opset that it does not write.
     """
     size = sum(4 * tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
     if size > MAX_BYTES:
@@ -53,32 +61,32 @@ def to_onnx(model: nn.Module, path: Path, *, input_size: tuple[int, int, int]) -
             f"the network has {size / 1e9:.1f} GB of weights in fp32, and one ONNX file holds 2.1 GB. Distil it into a "
             "smaller one, or prune it."
         )
-    proto = _export(model, input_size)
-    try:
-        with replacing(path) as temporary:
-            onnx.save(proto, temporary)
-    except OSError as error:
-        raise ModelError(f"cannot write {path}: {error}. Free some space there or choose another --out.") from error
+    proto = _export(model, input_size, opset)
+    found = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if found != opset:  # it logs that it failed to convert, and goes on
+        raise ModelError(f"torch's exporter wrote opset {found} where {opset} was asked for. Give --opset {found}.")
+    return proto
 
 
-def parity(model: nn.Module, path: Path, images: Tensor) -> Parity:
+def parity(model: nn.Module, path: Path, images: Tensor, *, pixels: Tensor | None = None) -> Parity:
     """Return how the ONNX file's logits differ from the network's in eval mode and fp32, on normalised `images`.
 
-    images: (N, 3, H, W). The file runs on the first one, two and three of them and on all, eight at a time. A logit
-    that is not finite makes the errors NaN. Raises ModelError as `open_session`.
+    images: (N, 3, H, W); pixels: the same as (N, H, W, 3) uint8, for a file that takes those. The file runs on the
+    first one, two and three of them and on all, eight at a time. A logit that is not finite makes the errors NaN.
+    Raises ModelError as `open_session`.
     """
     session = open_session(path)
     network = _twin(model)
     images = images.detach().float().cpu()
-    batches = [images[start : start + PARITY_BATCH] for start in range(0, len(images), PARITY_BATCH)]
     with torch.no_grad():
-        expected = torch.cat([network(batch) for batch in batches]).numpy()
+        expected = torch.cat([network(batch) for batch in torch.split(images, PARITY_BATCH)]).numpy()
 
     def run(batch: Tensor) -> Any:
         return session.run([OUTPUT], {INPUT: batch.numpy()})[0]
 
-    found = np.concatenate([run(batch) for batch in batches])
-    answers = [found, *(run(images[:count]) for count in PARITY_BATCHES)]
+    given = images if pixels is None else pixels
+    found = np.concatenate([run(batch) for batch in torch.split(given, PARITY_BATCH)])
+    answers = [found, *(run(given[:count]) for count in PARITY_BATCHES)]
     max_error = max(float(np.abs(answer - expected[: len(answer)]).max()) for answer in answers)
     peak = float(np.abs(expected).max())
     spread = float(np.ptp(expected, axis=0).max())
@@ -94,13 +102,13 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).cpu().float().eval()
 
 
-def _export(model: nn.Module, input_size: tuple[int, int, int]) -> onnx.ModelProto:
+def _export(model: nn.Module, input_size: tuple[int, int, int], opset: int) -> onnx.ModelProto:
     try:
         program = torch.onnx.export(
             _twin(model),
             (torch.zeros(EXAMPLE_BATCH, *input_size),),
             dynamo=True,
-            opset_version=OPSET,
+            opset_version=opset,
             input_names=[INPUT],
             output_names=[OUTPUT],
             dynamic_shapes=({0: torch.export.Dim(BATCH)},),

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on the CPU: open one, measure several side by side, see what one really runs."""
+"""ONNX Runtime sessions: open one, measure several side by side, see what one really runs."""
 
 import tempfile
 import time
@@ -6,15 +6,23 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 import onnxruntime
+from numpy.typing import NDArray
 
-from dsimg.errors import ModelError
+from dsimg.errors import ConfigError, ModelError
 
 INPUT = "images"
 OUTPUT = "logits"
+Provider = Literal["cpu", "cuda", "tensorrt"]
+PROVIDERS: dict[Provider, str] = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
 WARM_UP_ROUNDS = 5  # the first runs allocate, plan memory and fill caches
 MIN_REPEATS = 10
 
@@ -47,13 +55,14 @@ class Int8Share:
     total: int
 
 
-def open_session(path: Path, *, threads: int = 1) -> onnxruntime.InferenceSession:
-    """Return a session on the CPU with `threads` threads that runs what the file says.
+def open_session(path: Path, *, threads: int = 1, provider: Provider = "cpu") -> onnxruntime.InferenceSession:
+    """Return a session with `threads` threads that runs what the file says, on the provider asked for or not at all.
 
     Its threads do not spin between runs, where they would take the cores from decoding or from another session.
     Raises ModelError: no such file, not a whole ONNX file, an operator that this ONNX Runtime does not know.
+    Raises ConfigError: a provider that this machine does not have.
     """
-    return _open(path, _options(threads))
+    return _open(path, _options(threads), provider)
 
 
 def latency(
@@ -62,6 +71,7 @@ def latency(
     input_size: tuple[int, int, int],
     batch: int = 1,
     threads: int = 1,
+    provider: Provider = "cpu",
     seconds: float = 2.0,
 ) -> dict[str, Latency]:
     """Return the latency of each of several ONNX files on noise of (batch, *input_size), about `seconds` for each.
@@ -70,20 +80,20 @@ def latency(
     hold even where the figures drift; each round in another order, because a fixed one falls into step with the
     scheduler of a busy machine, which then interrupts always the same. Raises ModelError as `open_session`.
     """
-    sessions = {name: open_session(path, threads=threads) for name, path in files.items()}
+    sessions = {name: open_session(path, threads=threads, provider=provider) for name, path in files.items()}
     random = np.random.default_rng(0)
-    images = random.standard_normal((batch, *input_size), dtype=np.float32)
+    images = {name: _noise(session, random, batch, input_size) for name, session in sessions.items()}
     times: dict[str, list[float]] = {name: [] for name in sessions}
     cpu_times: dict[str, list[float]] = {name: [] for name in sessions}
     for _ in range(WARM_UP_ROUNDS):
-        for session in sessions.values():
-            session.run([OUTPUT], {INPUT: images})
+        for name, session in sessions.items():
+            session.run([OUTPUT], {INPUT: images[name]})
     rounds = 0
     end = time.perf_counter() + seconds * len(sessions)
     while rounds < MIN_REPEATS or time.perf_counter() < end:
         for name in random.permutation(list(sessions)).tolist():
             start, cpu_start = time.perf_counter(), time.thread_time()
-            sessions[name].run([OUTPUT], {INPUT: images})
+            sessions[name].run([OUTPUT], {INPUT: images[name]})
             cpu_times[name].append(time.thread_time() - cpu_start)
             times[name].append(time.perf_counter() - start)
         rounds += 1
@@ -108,7 +118,7 @@ def int8_share(path: Path) -> Int8Share:
         optimised = Path(folder) / "optimised.onnx"
         options = _options(1)
         options.optimized_model_filepath = str(optimised)
-        _open(path, options)
+        _open(path, options, "cpu")
         counts = Counter(node.op_type for node in onnx.load(optimised).graph.node)
     int8 = sum(counts[op] for op in INT8_OPS)
     return Int8Share(int8=int8, total=int8 + sum(counts[op] for op in FLOAT_OPS))
@@ -126,13 +136,46 @@ def _options(threads: int) -> onnxruntime.SessionOptions:
     return options
 
 
-def _open(path: Path, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
+def takes_pixels(session: onnxruntime.InferenceSession) -> bool:
+    """Tell whether a session takes pixels (N, H, W, 3) uint8, and not normalised images (N, 3, H, W) float32."""
+    return bool(session.get_inputs()[0].type == "tensor(uint8)")
+
+
+def _noise(
+    session: onnxruntime.InferenceSession, random: np.random.Generator, batch: int, input_size: tuple[int, int, int]
+) -> NDArray[Any]:
+    channels, height, width = input_size
+    if takes_pixels(session):
+        return random.integers(0, 256, (batch, height, width, channels), dtype=np.uint8)
+    return random.standard_normal((batch, *input_size), dtype=np.float32)
+
+
+def _open(path: Path, options: onnxruntime.SessionOptions, provider: Provider) -> onnxruntime.InferenceSession:
     if not path.is_file():
         raise ModelError(f"{path} does not exist. Give the path of an ONNX file.")
+    name = PROVIDERS[provider]
+    if provider != "cpu":
+        # Otherwise ONNX Runtime would take the CPU without a word, for the whole network or for parts of it.
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        if name not in onnxruntime.get_available_providers():
+            raise ConfigError(
+                f"--provider {provider}: this ONNX Runtime {onnxruntime.__version__} has no {name}. "
+                "pip install 'dsimg[serve-gpu]' in place of 'dsimg[serve]', or give --provider cpu."
+            )
     try:
-        return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(path, options, providers=[name])
     except Exception as error:  # ONNX Runtime's own types have no public base
         reason = str(error).strip().partition("\n")[0].rstrip(".")
+        if provider != "cpu":
+            raise ConfigError(
+                f"--provider {provider}: ONNX Runtime cannot run {path} there ({reason}). Is there a GPU with its "
+                "driver, CUDA and cuDNN? --provider cpu runs anywhere."
+            ) from error
         raise ModelError(
             f"{path} cannot be run by ONNX Runtime {onnxruntime.__version__} ({reason}). Copy or export it again."
         ) from error
+    if session.get_providers()[0] != name:
+        raise ConfigError(
+            f"--provider {provider}: ONNX Runtime took {session.get_providers()[0]}. Give --provider cpu."
+        )
+    return session

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsimg import data, loop
 from dsimg.errors import DataError
+from dsimg.evaluation import Evaluation, result_rows, write_evaluation
 from dsimg.folder import Split, find_images
 from dsimg.preprocess import Preprocess
 from dsimg.world import start_world
@@ -24,7 +25,7 @@ def bright_is_bee(images: Tensor) -> Tensor:
     return torch.stack([0.4 - brightness, brightness - 0.4], 1) * 100
 
 
-def measure(split: Split, forward: object = bright_is_bee) -> loop.Evaluation:
+def measure(split: Split, forward: object = bright_is_bee) -> Evaluation:
     batches = data.EvalLoader(split, PREPROCESS, batch_size=3)
     result = loop.evaluate(
         forward,  # type: ignore[arg-type]
@@ -43,8 +44,8 @@ def test_each_image_counts_once_and_an_unreadable_one_is_said(small_folder: Path
     result = measure(find_images(small_folder, seed=0).val)
     assert (result.report["images"], result.report["correct"]) == (8, 8)
     assert [entry["file"] for entry in result.report["bad_images"]] == ["bee/empty.png"]
-    assert ("unreadable", "1 images left out: bee/empty.png") in loop.result_rows(result.report)
-    loop.write_evaluation(tmp_path, result, CLASSES)
+    assert ("unreadable", "1 images left out: bee/empty.png") in result_rows(result.report)
+    write_evaluation(tmp_path, result, CLASSES)
     with (tmp_path / "predictions.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["label"] for row in rows] == ["ant"] * 4 + ["bee"] * 4
@@ -59,7 +60,7 @@ def test_a_network_that_gives_nan_predicts_nothing(small_folder: Path) -> None:
 
     result = measure(find_images(small_folder, seed=0).val, nan_for_dark)
     assert (result.report["correct"], result.report["not_finite"]) == (4, 4)
-    assert ("no prediction", "4 images gave NaN or infinity; counted as wrong") in loop.result_rows(result.report)
+    assert ("no prediction", "4 images gave NaN or infinity; counted as wrong") in result_rows(result.report)
 
 
 def test_nothing_that_decodes_is_an_error(small_folder: Path) -> None:

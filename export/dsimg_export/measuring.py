@@ -1,0 +1,43 @@
+"""Accuracy of an ONNX session on labelled images: the figures and the report of `dsimg evaluate`, without torch."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsimg.evaluation import Evaluation, gather, measure
+from dsimg.folder import Split
+from dsimg.preprocess import Preprocess
+from dsimg_export.reading import read_batches
+
+Answer = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+
+
+def all_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def evaluate_session(
+    logits: Answer,
+    *,
+    split: Split,
+    preprocess: Preprocess,
+    classes: Sequence[str],
+    batch_size: int = 32,
+    threads: int | None = None,
+) -> Evaluation:
+    """Measure what gives logits (N, C) for pixels (N, H, W, 3) on a split, each image once.
+
+    threads: that decode; None is one a core. Files that cannot be decoded are counted and left out of the figures.
+    Raises DataError when none can be.
+    """
+    files = [split.folder / file for file in split.files]
+    rows: list[NDArray[np.float64]] = []
+    unreadable: dict[str, str] = {}
+    for ids, pixels, bad in read_batches(files, preprocess, batch_size=batch_size, threads=threads):
+        if len(ids):
+            rows.append(measure(logits(pixels), split.labels[ids], ids))
+        unreadable.update({split.files[place]: reason for place, reason in bad.items()})
+    return gather(rows, unreadable, split=split, classes=classes)

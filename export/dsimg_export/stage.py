@@ -1,0 +1,65 @@
+"""What surrounds a stage that is over in minutes: claiming its run folder, and doing nothing where it is finished.
+
+A stage that was stopped is done again from its start by the same command.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from dsimg import cli
+from dsimg.run import Run, as_plain, hold_lock
+
+FREE = ("out", "overwrite", "threads")
+
+
+class Config(Protocol):
+    """What such a stage is asked."""
+
+    @property
+    def out(self) -> Path:
+        """The run folder to write."""
+        ...
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether to remove what is there."""
+        ...
+
+
+def run_short(
+    config: Config,
+    *,
+    stage: str,
+    parents: Sequence[Run],
+    reads: Sequence[Path] = (),
+    free: Sequence[str] = (),
+    body: Callable[[Run], None],
+) -> Run:
+    """Run `body`, which writes the files of the run and finishes it, unless that was done; return the run.
+
+    `free` names flags, beyond those of every such stage, that change nothing in the run. Raises RunError as
+    `Run.begin`, and where a run that was begun would go on with other parents.
+    """
+    path = config.out
+    if Run.state(path) != "new":
+        hold_lock(path)
+    run, state = Run.begin(
+        path,
+        stage=stage,
+        config=as_plain(config),
+        free=(*FREE, *free),
+        parents=parents,
+        reads=reads,
+        overwrite=config.overwrite,
+    )
+    if state == "finished":
+        cli.context().terminal.say(
+            f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
+        )
+        return run
+    hold_lock(path)
+    if state == "unfinished":
+        Run.check_parents(path, [parent.path for parent in parents])
+    body(run)
+    return Run.open(path)
