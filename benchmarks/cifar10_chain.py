@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/cifar10"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1.json", help="of every step, its precision too")
-    parser.add_argument("--epochs_teacher", type=int, default=20)
+    parser.add_argument("--epochs_teacher", type=int, default=20, help="of each of its two cycles")
     parser.add_argument("--epochs", type=int, default=15, help="of students, and of fine-tuning after pruning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--temperature", type=float, default=4.0, help="of dist; kd and dkd have their own")
@@ -50,7 +50,8 @@ def commands(step: str, options: argparse.Namespace) -> list[str]:
     out, teacher = shlex.quote(str(options.out)), f"{shlex.quote(str(options.out))}/teacher"
     data = f"--data {shlex.quote(str(options.data))} --deepspeed_config {shlex.quote(options.deepspeed_config)}"
     if step == "teacher":
-        return [f"train {data} --model cifar_resnet56 --epochs {options.epochs_teacher} {RECIPE} --out {teacher}"]
+        cycle = f"train {data} --model cifar_resnet56 --epochs {options.epochs_teacher} {RECIPE}"
+        return [f"{cycle} --out {teacher}_cycle_1", f"{cycle} --weights {teacher}_cycle_1 --out {teacher}"]
     student = f"{data} --model cifar_resnet20 --epochs {options.epochs} {RECIPE}"
     if step == "alone":
         return [f"train {student} --seed {seed} --out {out}/alone_{seed}" for seed in options.seeds]

@@ -60,7 +60,7 @@ def main() -> None:
         print(json.dumps(pruned(options.one)))
         return
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    results = {} if options.anew else _read(options.results)
+    results = {} if options.anew else read_results(options.results)
     for name in options.only:
         if name not in results:
             results[name] = in_a_process(name, limit=options.limit)
@@ -70,9 +70,9 @@ def main() -> None:
     print(table([results[name] for name in options.only]))
 
 
-def in_a_process(name: str, *, limit: float) -> dict[str, Any]:
-    """Return what `pruned` says of a network, or how its process ended."""
-    command = [sys.executable, "-W", "ignore", __file__, "--one", name]
+def in_a_process(name: str, *, limit: float, program: str = __file__) -> dict[str, Any]:
+    """Return what `program --one NAME` says of a network, or how its process ended."""
+    command = [sys.executable, "-W", "ignore", program, "--one", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
@@ -232,7 +232,8 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the results in a file of JSON lines by their networks' names."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {result["name"]: result for result in map(json.loads, lines)}
 

@@ -13,6 +13,15 @@ STAGES = {
     "distill": ("dsimg.distill:distill", "train a small network to say what a large one says"),
     "prune": ("dsimg.prune:prune", "cut channels out of a network until it is as small or as fast as asked"),
     "export": ("dsimg.export:export", "write a network as one ONNX file, compared with PyTorch"),
+    "quantize": (
+        "dsimg_export.quantize:quantize",
+        "write an exported network in int8; what it costs and wins",
+    ),
+    "verify": ("dsimg_export.verify:verify", "prove that a run says on this machine what it said where it was made"),
+    "bench": ("dsimg_export.bench:bench", "measure how fast exported runs are, all in turn, with intervals"),
+    "predict": ("dsimg.predict:predict", "say what is on images: the best classes and their probabilities"),
+    "show": ("dsimg.show:show", "tell how a run came about, from its file back to the training images"),
+    "compress": ("dsimg_export.compress:compress", "find the fastest network that is good enough, by the other stages"),
     "doctor": ("dsimg.doctor:doctor", "prove that a stopped and resumed run is the run that never stopped"),
 }
 

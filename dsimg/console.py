@@ -42,6 +42,12 @@ class Terminal:
         if self.rank == 0:
             self._console.print(Text(text))
 
+    def data(self, line: str) -> None:
+        """Print one line for another program: as it is, at any width."""
+        if self.rank == 0:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
+
     def warn(self, text: str) -> None:
         """Print one line that the user should not miss."""
         if self.rank == 0:

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 from dsimg import cli
 from dsimg.console import count_text
-from dsimg.errors import ConfigError, DataError, RunError
-from dsimg.evaluation import Evaluation, result_rows, write_evaluation
-from dsimg.folder import Split, find_labelled, read_index
+from dsimg.errors import ConfigError, RunError
+from dsimg.evaluation import Evaluation, find_split, result_rows, write_evaluation
 from dsimg.run import Run
 
 
@@ -130,28 +129,6 @@ def _name(folder: str | None) -> str:
         return "held_out"
     path = Path(folder).resolve()
     return f"{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
-
-
-def find_split(run: Run, folder: str | None, classes: list[str]) -> tuple[Split, tuple[str, ...]]:
-    """Return the images to measure on, and notes. The folder that the run was trained on gives what training held out.
-
-    Raises DataError as `find_labelled`, or where the images are not there, and RunError.
-    """
-    if folder is not None and not run.has("index"):
-        return find_labelled(Path(folder), classes)
-    index = read_index(run.file("index"))
-    held_out = ("the images that training held out",)
-    if folder is None and not index.val.folder.is_dir():
-        raise DataError(
-            f"{index.val.folder}, which the run was trained with, is not there. Give its place now with --data."
-        )
-    if folder is None or Path(folder).resolve() == index.root.resolve():
-        return index.val, held_out
-    moved = Path(folder) / index.val.folder.relative_to(index.root)
-    drawn = index.val.folder == index.train.folder  # no val/ folder: a share of each class was drawn
-    if drawn and all((moved / file).is_file() for file in index.val.files):
-        return Split(moved, index.val.files, index.val.labels), held_out
-    return find_labelled(Path(folder), classes)
 
 
 def _worst_classes(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:

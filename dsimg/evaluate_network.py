@@ -9,8 +9,8 @@ from dsimg import cli, data, loop, models
 from dsimg.console import count_text
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.evaluate import EvaluateConfig, find_split, make_folder
-from dsimg.evaluation import Evaluation
+from dsimg.evaluate import EvaluateConfig, make_folder
+from dsimg.evaluation import Evaluation, find_split
 from dsimg.forward import inference_forward
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run

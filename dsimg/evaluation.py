@@ -1,4 +1,4 @@
-"""From logits and labels to a report, for any model: what training, evaluation and the ONNX side say of accuracy.
+"""The images that a run is measured on, and from logits and labels to a report: the same for torch and ONNX.
 
 numpy only. An image's figures are one row of float64: its id, loss, probability of the best class, and best classes.
 """
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from dsimg import metrics
 from dsimg.errors import DataError
-from dsimg.folder import Split
-from dsimg.run import write_atomically, write_json
+from dsimg.folder import Split, find_labelled, read_index
+from dsimg.run import Run, write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,28 @@ class Evaluation:
     top: NDArray[np.int64]  # (N, min(5, C)) class ids, best first
     probability: NDArray[np.float64]  # (N,) of the best class
     losses: NDArray[np.float64]  # (N,)
+
+
+def find_split(run: Run, folder: str | None, classes: Sequence[str]) -> tuple[Split, tuple[str, ...]]:
+    """Return the images to measure on, and notes. The folder that the run was trained on gives what training held out.
+
+    Raises DataError as `find_labelled`, or where the images are not there, and RunError.
+    """
+    if folder is not None and not run.has("index"):
+        return find_labelled(Path(folder), classes)
+    index = read_index(run.file("index"))
+    held_out = ("the images that training held out",)
+    if folder is None and not index.val.folder.is_dir():
+        raise DataError(
+            f"{index.val.folder}, which the run was trained with, is not there. Give its place now with --data."
+        )
+    if folder is None or Path(folder).resolve() == index.root.resolve():
+        return index.val, held_out
+    moved = Path(folder) / index.val.folder.relative_to(index.root)
+    drawn = index.val.folder == index.train.folder  # no val/ folder: a share of each class was drawn
+    if drawn and all((moved / file).is_file() for file in index.val.files):
+        return Split(moved, index.val.files, index.val.labels), held_out
+    return find_labelled(Path(folder), classes)
 
 
 def measure(

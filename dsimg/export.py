@@ -5,7 +5,6 @@ dsimg export --source RUN --out RUN2
 
 import copy
 import io
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from dsimg.to_onnx import OPSET, Parity, exported, parity
 from dsimg.weights import load_weights, open_network
 from dsimg_export.golden import COUNT, record
 from dsimg_export.onnx_file import describe, save_model, take_pixels, to_half
-from dsimg_export.stage import run_short
+from dsimg_export.stage import copy_described, run_short
 
 PARITY_IMAGES = 32
 # max |difference| / max |logit|. fp32: 28 architectures, pruned, were within 3.5e-6; beyond this something is wrong.
@@ -97,7 +96,7 @@ def _export(config: ExportConfig, run: Run | None, out: Run) -> None:
             ("images", where),
         ],
     )
-    _copy_files(source, out)
+    copy_described(source.run, out, source.classes)
     path = out.path / "model.onnx"
     save_model(_to_file(config, source, source.model), path)
     pixels = np.stack([resize_and_crop(decode(data), source.preprocess) for data in encoded])
@@ -229,14 +228,6 @@ def _compare(config: ExportConfig, source: _Source, path: Path, pixels: NDArray[
 def _parity(config: ExportConfig, source: _Source, model: nn.Module, path: Path, pixels: NDArray[np.uint8]) -> Parity:
     images = torch.from_numpy(normalise(pixels, source.preprocess))
     return parity(model, path, images, pixels=torch.from_numpy(pixels) if config.uint8_input else None)
-
-
-def _copy_files(source: _Source, out: Run) -> None:
-    """Bring along what later stages read: the list of images, and the classes as text."""
-    if source.run is not None and source.run.has("index"):
-        shutil.copyfile(source.run.file("index"), out.path / "index.jsonl.gz")
-    labels = "".join(f"{name}\n" for name in source.classes)
-    (out.path / "labels.txt").write_bytes(labels.encode("utf-8", "surrogateescape"))
 
 
 # --- Pictures ---------------------------------------------------------------------------------------------------

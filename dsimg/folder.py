@@ -123,6 +123,18 @@ def find_labelled(root: Path, classes: Sequence[str]) -> tuple[Split, tuple[str,
     return split, tuple(_scan_notes(scan) + ([f"{_have(lacking)} no images here"] if lacking else []))
 
 
+def images_below(folder: Path) -> list[Path]:
+    """Return the files below a folder that may be images, sorted, whatever lies between; none is opened.
+
+    They are chosen as those of a class folder are. Raises DataError: no such folder, nothing there.
+    """
+    files: list[str] = []
+    _walk(_Scan(_existing(folder)), files, str(folder), ".", ())
+    if not files:
+        raise DataError(f"there are no images in {shown(folder)}. Give image files, or a folder that holds some.")
+    return [folder / name for name in sorted(files)]
+
+
 def find_leaks(folder: ImageFolder) -> list[tuple[Path, Path]]:
     """Return (training file, validation file) for each validation file that is byte for byte a training file.
 

@@ -34,6 +34,7 @@ ROLES = {
     "metrics": ("metrics.jsonl", "dsimg train"),
     "model": ("model.onnx", "dsimg export"),
     "reduced": ("model_reduced.onnx", "dsimg quantize"),
+    "calibration": ("calibration.json", "dsimg quantize"),
     "golden": ("golden.safetensors", "dsimg export"),
     "evaluation": ("evaluation.json", "dsimg evaluate"),
     "predictions": ("predictions.csv", "dsimg evaluate"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsimg.console import bytes_text
 from dsimg.errors import DeviceError, DsimgError, RunError
+from dsimg.processor import given_instruction_set
 
 # Without this DeepSpeed warns on every machine that has no GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -155,9 +156,15 @@ def _reason(error: Exception) -> str:
 
 
 def bf16_is_fast(device: torch.device) -> bool:
-    """Tell whether the device computes in bf16 natively: CUDA from Ampere on, a CPU with AVX512-BF16 or AMX."""
+    """Tell whether the device computes in bf16 natively: CUDA from Ampere on, a CPU with AVX512-BF16 or AMX.
+
+    For a CPU `DSIMG_INSTRUCTION_SET` may say otherwise.
+    """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    given = given_instruction_set()
+    if given is not None:
+        return given == "amx"
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

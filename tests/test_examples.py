@@ -1,5 +1,7 @@
 """The examples run, and the pages say what is so: commands, tables and links."""
 
+import dataclasses
+import importlib
 import json
 import math
 import os
@@ -9,20 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+import tyro
 
 from dsimg import cli, losses, models
 from dsimg.__main__ import STAGES
-from dsimg.distill import distill
-from dsimg.doctor import doctor
 from dsimg.errors import RunError
-from dsimg.evaluate import evaluate
-from dsimg.prune import prune
 from dsimg.run import Run
-from dsimg.train import train
 from dsimg.weights import save_weights
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,17 +28,18 @@ PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs
 PAGES += [
     "docs/distillation.md",
     "docs/pruning.md",
+    "docs/exporting.md",
+    "docs/quantization.md",
+    "docs/verifying.md",
+    "docs/compression.md",
     "docs/safety.md",
     "docs/log.md",
     "examples/README.md",
     "ds_configs/README.md",
 ]
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "train": train,
-    "evaluate": evaluate,
-    "distill": distill,
-    "prune": prune,
-    "doctor": doctor,
+    name: getattr(importlib.import_module(place.partition(":")[0]), place.partition(":")[2])
+    for name, (place, _) in STAGES.items()
 }
 
 
@@ -64,11 +63,7 @@ def commands() -> list[str]:
                 found += re.findall(r"`([^`]+ [^`]+)`", line)
     starts = (
         "dsimg --",
-        "dsimg train",
-        "dsimg evaluate",
-        "dsimg doctor",
-        "dsimg distill",
-        "dsimg prune",
+        *(f"dsimg {name} " for name in STAGES),
         "python -m dsimg",
         "deepspeed",
         "torchrun",
@@ -86,6 +81,15 @@ def stage_and_flags(command: str) -> tuple[str, list[str]]:
         if word == "dsimg":
             return words[place + 1], words[place + 2 :]
     return "", []
+
+
+def is_required(stage: Callable[[Any], Any], flag: str) -> bool:
+    """Tell whether a stage has this flag and no default for it."""
+    config_type = cli.config_type_of(stage)
+    field = config_type.__dataclass_fields__.get(flag)
+    if field is None or field.default is not dataclasses.MISSING:
+        return False
+    return get_type_hints(config_type, include_extras=True)[flag] != tyro.conf.Positional[Path]
 
 
 def test_training_from_python(tmp_path: Path) -> None:
@@ -127,8 +131,9 @@ def test_a_command_on_the_pages_names_a_stage_and_its_flags(command: str) -> Non
     if stage in ("", "--help", "--version") or flags == ["--help"] or named_only:
         return
     assert stage in STAGES
-    if stage == "evaluate" and "--source" not in flags:
-        flags += ["--source", "RUN"]
+    for name in ("source", "out", "data"):  # in the text a command may leave out what does not matter there
+        if f"--{name}" not in flags and is_required(FUNCTIONS[stage], name):
+            flags += [f"--{name}", "RUN"]
     try:
         cli.parse(FUNCTIONS[stage], flags, quiet=True)
     except SystemExit:

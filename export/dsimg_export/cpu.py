@@ -1,14 +1,12 @@
-"""Which instructions this processor has for products of 8-bit integers: on x86 without VNNI, U8S8 sums saturate."""
+"""This processor: its name, and its instructions for products of 8-bit integers (on x86 without VNNI, U8S8 sums
+saturate)."""
 
-import os
 import platform
 from pathlib import Path
 
-from dsimg.errors import ConfigError
+from dsimg.processor import given_instruction_set
 
 CPUINFO = Path("/proc/cpuinfo")
-OVERRIDE = "DSIMG_INSTRUCTION_SET"
-EXACT, SATURATING = "vnni", "avx2"
 VNNI_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
 
 
@@ -17,13 +15,11 @@ def int8_is_exact() -> bool:
 
     Without VNNI they are summed in pairs in 16 bits, which saturate (onnxruntime #6004): a file whose weights keep to
     7 bits is the right one there. `DSIMG_INSTRUCTION_SET=avx2` or `vnni` overrides what the processor says. Where it
-    cannot be read, the answer is no: 7 bits are right anywhere. Raises ConfigError for another value.
+    cannot be read, the answer is no: 7 bits are right anywhere. Raises ConfigError as `given_instruction_set`.
     """
-    given = os.environ.get(OVERRIDE)
+    given = given_instruction_set()
     if given is not None:
-        if given not in (EXACT, SATURATING):
-            raise ConfigError(f"{OVERRIDE} is '{given}'; it is '{EXACT}' or '{SATURATING}', or not set.")
-        return given == EXACT
+        return given != "avx2"
     if platform.machine().lower() in ("arm64", "aarch64"):
         return True
     try:
@@ -32,3 +28,13 @@ def int8_is_exact() -> bool:
         return False
     flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
     return not VNNI_FLAGS.isdisjoint(flags)
+
+
+def processor_name() -> str:
+    """Return what this processor calls itself, or its architecture where it does not."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()

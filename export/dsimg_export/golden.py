@@ -8,7 +8,7 @@ cropped; `normalised` (N, 3, h, w) every eighth of the values; `logits_ROLE` (N,
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,35 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import dsimg
-from dsimg.errors import RunError
+from dsimg.errors import ImageError, RunError
 from dsimg.preprocess import Preprocess, decode, normalise, resize_and_crop
 from dsimg.run import replacing
 from dsimg_export.cpu import int8_is_exact
 from dsimg_export.served import logits_of
-from dsimg_export.session import open_session
+from dsimg_export.session import Provider, open_session
 
 COUNT = 6  # images in a run
 SIDE = 16  # of a thumbnail
 EVERY = 8  # of the normalised values, which depend on one pixel each
 MADE_BY = "made_by"
+
+# Of 255. Means of blocks: decoders round otherwise than one another, value by value, and that averages out (Pillow's
+# and torchvision's agreed to the bit on 40 photographs). Pixels: resizers round each pass (preprocess.resize_and_crop).
+THUMBNAIL_TOLERANCE = 1.0
+PIXEL_TOLERANCE = 2
+# Of the largest value: one multiplication and one subtraction in fp32.
+NORMALISED_TOLERANCE = 1e-5
+# What turns a thumbnail (16, 16, 3), by what a person would call it.
+TURNS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "upright": lambda picture: picture,
+    "mirrored": lambda picture: picture[:, ::-1],
+    "upside down": lambda picture: picture[::-1, ::-1],
+    "upside down and mirrored": lambda picture: picture[::-1],
+    "turned left": lambda picture: np.rot90(picture),
+    "turned right": lambda picture: np.rot90(picture, -1),
+    "turned left and mirrored": lambda picture: np.rot90(picture)[:, ::-1],
+    "turned right and mirrored": lambda picture: np.rot90(picture, -1)[:, ::-1],
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,7 @@ def record(
     )
 
 
-def machine() -> dict[str, Any]:
+def machine(provider: Provider = "cpu") -> dict[str, Any]:
     """Return what the figures of a session depend on besides its file."""
     return {
         "dsimg": dsimg.__version__,
@@ -111,7 +129,7 @@ def machine() -> dict[str, Any]:
         "pillow": PIL.__version__,
         "processor": platform.machine(),
         "int8": "exact" if int8_is_exact() else "saturating",
-        "provider": "cpu",
+        "provider": provider,
     }
 
 
@@ -128,6 +146,126 @@ def views_of(encoded: Sequence[bytes], preprocess: Preprocess) -> Views:
 
 
 def thumbnail(picture: Image.Image) -> NDArray[np.float32]:
-    """Return the means of a picture's 16 x 16 blocks as (16, 16, 3) of 0..255: alike for all decoders."""
-    bands = [band.convert("F").resize((SIDE, SIDE), Image.Resampling.BOX) for band in picture.split()]
-    return np.stack([np.asarray(band, np.float32) for band in bands], axis=2)
+    """Return the means of a picture's 16 x 16 blocks as (16, 16, 3) of 0..255: alike for all decoders.
+
+    By area, to the part of a pixel, so that a turned picture has the turned thumbnail; Pillow's box filter gives a
+    pixel on an edge to one side.
+    """
+    down, across = _block_means(picture.height), _block_means(picture.width)
+    bands = [down @ np.asarray(band, np.float32) @ across.T for band in picture.split()]
+    return np.stack(bands, axis=2)
+
+
+def _block_means(count: int) -> NDArray[np.float32]:
+    """Return the matrix (16, count) that takes `count` values to the means of 16 equal parts."""
+    edges = np.linspace(0, count, SIDE + 1)
+    pixels = np.arange(count)
+    overlap = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
+    shares: NDArray[np.float32] = (np.clip(overlap, 0, None) * SIDE / count).astype(np.float32)
+    return shares
+
+
+# --- What differs here ------------------------------------------------------------------------------------------
+# Each function takes one step here, says how far it is from the recorded one, and raises RunError where that is too
+# far. Normalising and the network start from the recorded pixels, so that nothing earlier adds to what they show.
+
+
+def decoded_here(golden: Golden) -> list[Image.Image]:
+    """Return the pictures as this machine decodes them, the same as those recorded but for the way they lie."""
+    pictures = []
+    for number, data in enumerate(golden.encoded, 1):
+        try:
+            picture = decode(data)
+        except ImageError as error:
+            raise RunError(f"golden image {number} cannot be decoded here: {error}.") from error
+        height, width = golden.views.upright[number - 1].tolist()
+        if sorted(picture.size) != sorted((width, height)):
+            raise RunError(
+                f"golden image {number} is {picture.width}x{picture.height} here, and was {width}x{height} where it "
+                "was recorded. Install the Pillow that the run names."
+            )
+        apart = min(_apart(turn(thumbnail(picture)), golden, number) for turn in TURNS.values())
+        if apart > THUMBNAIL_TOLERANCE:
+            raise RunError(
+                f"golden image {number} has other colours here: block means up to {apart:.1f} of 255 apart, more than "
+                f"{THUMBNAIL_TOLERANCE:g}. Install the Pillow that the run names."
+            )
+        pictures.append(picture)
+    return pictures
+
+
+def compare_orientation(golden: Golden, pictures: Sequence[Image.Image]) -> str:
+    """Return how many pictures lie as recorded, which is all of them."""
+    for number, picture in enumerate(pictures, 1):
+        found = thumbnail(picture)
+        size = (picture.height, picture.width)
+        if _apart(found, golden, number) > THUMBNAIL_TOLERANCE or size != tuple(golden.views.upright[number - 1]):
+            # The size settles what a picture of equal blocks leaves open.
+            swapped = size != tuple(golden.views.upright[number - 1])
+            apart = {
+                name: _apart(turn(found), golden, number)
+                for name, turn in TURNS.items()
+                if not swapped or name.startswith("turned")
+            }
+            back = min(apart, key=lambda name: apart[name])
+            raise RunError(
+                f"golden image {number} lies another way here: it would have to be {back}. Something ignores or "
+                "repeats its EXIF orientation."
+            )
+    return f"{len(pictures)} images lie as recorded"
+
+
+def compare_resizing(golden: Golden, pictures: Sequence[Image.Image], preprocess: Preprocess) -> str:
+    """Return how far resized and cropped pixels are from those recorded."""
+    _, height, width = preprocess.input_size
+    expected = golden.views.pixels
+    if expected.shape[1:3] != (height, width):
+        raise RunError(
+            f"run.json has an input of {height}x{width}, and the golden images were resized to "
+            f"{expected.shape[1]}x{expected.shape[2]}. Copy run.json again."
+        )
+    found = np.stack([resize_and_crop(picture, preprocess) for picture in pictures])
+    apart = np.abs(found.astype(np.int16) - expected)
+    if apart.max() > PIXEL_TOLERANCE:
+        raise RunError(
+            f"resized pixels are up to {apart.max()} of 255 apart ({apart.mean():.2f} on average), more than "
+            f"{PIXEL_TOLERANCE}, with interpolation {preprocess.interpolation} and crop_pct {preprocess.crop_pct}. "
+            "Copy run.json again, or install the Pillow that the run names."
+        )
+    return f"{height}x{width}, {_steps(int(apart.max()))}"
+
+
+def compare_normalising(golden: Golden, preprocess: Preprocess) -> str:
+    """Return how far the recorded pixels, normalised here, are from those normalised there."""
+    expected = golden.views.normalised
+    found = normalise(golden.views.pixels, preprocess)[:, :, ::EVERY, ::EVERY]
+    apart = np.abs(found - expected)
+    if not apart.max() <= NORMALISED_TOLERANCE * np.abs(expected).max():
+        channel = int(apart.max(axis=(0, 2, 3)).argmax())
+        raise RunError(
+            f"normalised pixels are up to {apart.max():.3g} apart, most in {('red', 'green', 'blue')[channel]}: the "
+            f"mean {list(preprocess.mean)} and std {list(preprocess.std)} in run.json are not those of the recording. "
+            "Copy run.json again."
+        )
+    return f"up to {apart.max():.1g} apart" if apart.any() else "to the bit"
+
+
+def compare_logits(expected: NDArray[np.float32], found: NDArray[np.float32], *, tolerance: float) -> str:
+    """Return how far logits (N, C) are from those expected, as a share of the largest; beyond `tolerance`, raise."""
+    if found.shape != expected.shape:
+        raise RunError(f"the network gives logits {found.shape}, not {expected.shape} as recorded. Copy the run again.")
+    apart = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
+    same = int((found.argmax(1) == expected.argmax(1)).sum())
+    how = f"up to {apart:.2g} of the largest apart" if apart else "to the bit"
+    text = f"logits {how}, the same Top-1 on {same} of {len(expected)}"
+    if not apart <= tolerance:
+        raise RunError(f"{text}; more than {tolerance:g} is not rounding")
+    return text
+
+
+def _apart(found: NDArray[np.float32], golden: Golden, number: int) -> float:
+    return float(np.abs(found - golden.views.thumbnail[number - 1]).max())
+
+
+def _steps(count: int) -> str:
+    return "to the bit" if count == 0 else f"up to {count} of 255 apart"

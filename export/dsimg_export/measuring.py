@@ -1,7 +1,7 @@
 """Accuracy of an ONNX session on labelled images: the figures and the report of `dsimg evaluate`, without torch."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,28 @@ def evaluate_session(
     threads: that decode; None is one a core. Files that cannot be decoded are counted and left out of the figures.
     Raises DataError when none can be.
     """
+    found = evaluate_sessions(
+        {"": logits}, split=split, preprocess=preprocess, classes=classes, batch_size=batch_size, threads=threads
+    )
+    return found[""]
+
+
+def evaluate_sessions(
+    answers: Mapping[str, Answer],
+    *,
+    split: Split,
+    preprocess: Preprocess,
+    classes: Sequence[str],
+    batch_size: int = 32,
+    threads: int | None = None,
+) -> dict[str, Evaluation]:
+    """Measure several networks as `evaluate_session` does one, by name; each image is decoded once for all of them."""
     files = [split.folder / file for file in split.files]
-    rows: list[NDArray[np.float64]] = []
+    rows: dict[str, list[NDArray[np.float64]]] = {name: [] for name in answers}
     unreadable: dict[str, str] = {}
     for ids, pixels, bad in read_batches(files, preprocess, batch_size=batch_size, threads=threads):
         if len(ids):
-            rows.append(measure(logits(pixels), split.labels[ids], ids))
+            for name, logits in answers.items():
+                rows[name].append(measure(logits(pixels), split.labels[ids], ids))
         unreadable.update({split.files[place]: reason for place, reason in bad.items()})
-    return gather(rows, unreadable, split=split, classes=classes)
+    return {name: gather(rows[name], unreadable, split=split, classes=classes) for name in answers}

@@ -16,6 +16,8 @@ from dsimg_export.session import INPUT
 
 # Sums over many values and exponentials: half precision has 11 bits and ends at 65504.
 SENSITIVE = ("Softmax", "LayerNormalization", "ReduceMean", "ReduceSum", "GlobalAveragePool", "Exp", "Pow", "Sqrt")
+# The nodes that `take_pixels` puts before the network: exact in float, and never to be quantized.
+PIXEL_STEPS = ("pixels_transpose", "pixels_cast", "pixels_scale", "pixels_shift")
 
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
@@ -41,11 +43,12 @@ def take_pixels(model: onnx.ModelProto, preprocess: Preprocess) -> None:
     model.graph.initializer.extend(
         numpy_helper.from_array(value.astype(np.float32), name) for name, value in constants.items()
     )
+    transpose, cast, scale, shift = PIXEL_STEPS
     steps = [
-        helper.make_node("Transpose", [INPUT], [f"{INPUT}_planes"], name="pixels_transpose", perm=[0, 3, 1, 2]),
-        helper.make_node("Cast", [f"{INPUT}_planes"], [f"{INPUT}_float"], name="pixels_cast", to=TensorProto.FLOAT),
-        helper.make_node("Mul", [f"{INPUT}_float", f"{INPUT}_scale"], [f"{INPUT}_scaled"], name="pixels_scale"),
-        helper.make_node("Sub", [f"{INPUT}_scaled", f"{INPUT}_shift"], [inner], name="pixels_shift"),
+        helper.make_node("Transpose", [INPUT], [f"{INPUT}_planes"], name=transpose, perm=[0, 3, 1, 2]),
+        helper.make_node("Cast", [f"{INPUT}_planes"], [f"{INPUT}_float"], name=cast, to=TensorProto.FLOAT),
+        helper.make_node("Mul", [f"{INPUT}_float", f"{INPUT}_scale"], [f"{INPUT}_scaled"], name=scale),
+        helper.make_node("Sub", [f"{INPUT}_scaled", f"{INPUT}_shift"], [inner], name=shift),
     ]
     for place, node in enumerate(steps):
         model.graph.node.insert(place, node)

@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,14 @@ class Latency:
     repeats: int
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each of R rounds."""
+
+    wall: NDArray[np.float64]  # (R,)
+    cpu: NDArray[np.float64]  # (R,) processor time of the calling thread
+
+
 @dataclass(frozen=True, kw_only=True)
 class Int8Share:
     """How many of a session's convolutions and matrix products compute in int8."""
@@ -55,14 +63,25 @@ class Int8Share:
     total: int
 
 
-def open_session(path: Path, *, threads: int = 1, provider: Provider = "cpu") -> onnxruntime.InferenceSession:
+def open_session(
+    path: Path,
+    *,
+    threads: int = 1,
+    provider: Provider = "cpu",
+    without: Sequence[str] = (),
+    adjust: Callable[[onnxruntime.SessionOptions], None] | None = None,
+) -> onnxruntime.InferenceSession:
     """Return a session with `threads` threads that runs what the file says, on the provider asked for or not at all.
 
     Its threads do not spin between runs, where they would take the cores from decoding or from another session.
+    without: optimisers of ONNX Runtime's that are not to run; adjust: changes the options before the session is made.
     Raises ModelError: no such file, not a whole ONNX file, an operator that this ONNX Runtime does not know.
     Raises ConfigError: a provider that this machine does not have.
     """
-    return _open(path, _options(threads), provider)
+    options = _options(threads, without)
+    if adjust is not None:
+        adjust(options)
+    return _open(path, options, provider)
 
 
 def latency(
@@ -76,36 +95,82 @@ def latency(
 ) -> dict[str, Latency]:
     """Return the latency of each of several ONNX files on noise of (batch, *input_size), about `seconds` for each.
 
-    The sessions run in turn (A B C, B A C, ...), so that what else the machine does meets them alike and their ratios
-    hold even where the figures drift; each round in another order, because a fixed one falls into step with the
-    scheduler of a busy machine, which then interrupts always the same. Raises ModelError as `open_session`.
+    The sessions run in turn (A B C, B A C, ...), see `in_turn`. Raises ModelError as `open_session`.
     """
     sessions = {name: open_session(path, threads=threads, provider=provider) for name, path in files.items()}
-    random = np.random.default_rng(0)
-    images = {name: _noise(session, random, batch, input_size) for name, session in sessions.items()}
-    times: dict[str, list[float]] = {name: [] for name in sessions}
-    cpu_times: dict[str, list[float]] = {name: [] for name in sessions}
-    for _ in range(WARM_UP_ROUNDS):
-        for name, session in sessions.items():
-            session.run([OUTPUT], {INPUT: images[name]})
-    rounds = 0
-    end = time.perf_counter() + seconds * len(sessions)
-    while rounds < MIN_REPEATS or time.perf_counter() < end:
-        for name in random.permutation(list(sessions)).tolist():
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            sessions[name].run([OUTPUT], {INPUT: images[name]})
-            cpu_times[name].append(time.thread_time() - cpu_start)
-            times[name].append(time.perf_counter() - start)
-        rounds += 1
+    steps = {
+        name: repeatable(session, noise_for(session, batch, input_size), provider) for name, session in sessions.items()
+    }
     return {
         name: Latency(
-            median=float(np.median(times[name])),
-            p99=float(np.percentile(times[name], 99)),
-            cpu=float(np.median(cpu_times[name])),
-            repeats=rounds,
+            median=float(np.median(times.wall)),
+            p99=float(np.percentile(times.wall, 99)),
+            cpu=float(np.median(times.cpu)),
+            repeats=len(times.wall),
         )
-        for name in sessions
+        for name, times in in_turn(steps, seconds=seconds).items()
     }
+
+
+def in_turn(steps: Mapping[str, Callable[[], object]], *, seconds: float) -> dict[str, Times]:
+    """Return how long each of several calls takes, all of them once a round, about `seconds` for each in all.
+
+    What else the machine does meets them alike, so that their ratios hold even where the figures drift. Each round has
+    another order: a fixed one falls into step with the scheduler of a busy machine, which then interrupts always the
+    same.
+    """
+    random = np.random.default_rng(0)
+    wall: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(WARM_UP_ROUNDS):
+        for step in steps.values():
+            step()
+    rounds = 0
+    end = time.perf_counter() + seconds * len(steps)
+    while rounds < MIN_REPEATS or time.perf_counter() < end:
+        for name in random.permutation(list(steps)).tolist():
+            start, cpu_start = time.perf_counter(), time.thread_time()
+            steps[name]()
+            cpu[name].append(time.thread_time() - cpu_start)
+            wall[name].append(time.perf_counter() - start)
+        rounds += 1
+    return {name: Times(np.array(wall[name]), np.array(cpu[name])) for name in steps}
+
+
+def repeatable(
+    session: onnxruntime.InferenceSession, images: NDArray[Any], provider: Provider = "cpu"
+) -> Callable[[], None]:
+    """Return a call that runs a session on these images. On a GPU, input and output stay in its memory (IO binding), so
+    that a call takes what the network takes, without copies over the bus."""
+    device = "cpu" if provider == "cpu" else "cuda"
+    given = onnxruntime.OrtValue.ortvalue_from_numpy(images, device, 0)
+    binding = session.io_binding()
+    binding.bind_output(OUTPUT, device, 0)
+
+    def step() -> None:
+        binding.bind_ortvalue_input(INPUT, given)  # each time, as a server does; it also keeps the images alive
+        session.run_with_iobinding(binding)
+        binding.synchronize_outputs()
+
+    return step
+
+
+def optimised_graph(path: Path, provider: Provider = "cpu") -> Any:
+    """Return the graph that a session of the file runs, as ONNX Runtime writes it: an onnx.GraphProto.
+
+    TensorRT's part of it is one engine, which cannot be written. Raises ModelError and ConfigError as `open_session`.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
+        optimised = Path(folder) / "optimised.onnx"
+        options = _options(1)
+        options.optimized_model_filepath = str(optimised)
+        _open(path, options, provider)
+        return onnx.load(optimised).graph
+
+
+def operators_run(path: Path, provider: Provider = "cpu") -> Counter[str]:
+    """Return how many of each operator a session of the file runs. Raises as `optimised_graph`."""
+    return Counter(node.op_type for node in optimised_graph(path, provider).node)
 
 
 def int8_share(path: Path) -> Int8Share:
@@ -114,25 +179,21 @@ def int8_share(path: Path) -> Int8Share:
     The file alone does not say: a quantized operator whose neighbours do not fit runs in float between conversions.
     Raises ModelError as `open_session`.
     """
-    with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
-        optimised = Path(folder) / "optimised.onnx"
-        options = _options(1)
-        options.optimized_model_filepath = str(optimised)
-        _open(path, options, "cpu")
-        counts = Counter(node.op_type for node in onnx.load(optimised).graph.node)
+    counts = operators_run(path)
     int8 = sum(counts[op] for op in INT8_OPS)
     return Int8Share(int8=int8, total=int8 + sum(counts[op] for op in FLOAT_OPS))
 
 
-def _options(threads: int) -> onnxruntime.SessionOptions:
+def _options(threads: int, without: Sequence[str] = ()) -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.log_severity_level = ERRORS_ONLY
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # It quantizes what a file keeps in float on purpose, when the session loads: onnxruntime #24537.
-    options.add_session_config_entry("optimization.disable_specified_optimizers", "WeightBiasQuantization")
+    # The first quantizes what a file keeps in float on purpose, when the session loads: onnxruntime #24537.
+    names = ";".join(("WeightBiasQuantization", *without))
+    options.add_session_config_entry("optimization.disable_specified_optimizers", names)
     return options
 
 
@@ -141,9 +202,9 @@ def takes_pixels(session: onnxruntime.InferenceSession) -> bool:
     return bool(session.get_inputs()[0].type == "tensor(uint8)")
 
 
-def _noise(
-    session: onnxruntime.InferenceSession, random: np.random.Generator, batch: int, input_size: tuple[int, int, int]
-) -> NDArray[Any]:
+def noise_for(session: onnxruntime.InferenceSession, batch: int, input_size: tuple[int, int, int]) -> NDArray[Any]:
+    """Return noise as a session takes it: pixels (batch, H, W, 3) or normalised images (batch, 3, H, W)."""
+    random = np.random.default_rng(0)
     channels, height, width = input_size
     if takes_pixels(session):
         return random.integers(0, 256, (batch, height, width, channels), dtype=np.uint8)

@@ -3,6 +3,7 @@
 A stage that was stopped is done again from its start by the same command.
 """
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -63,3 +64,11 @@ def run_short(
         Run.check_parents(path, [parent.path for parent in parents])
     body(run)
     return Run.open(path)
+
+
+def copy_described(source: Run | None, out: Run, classes: Sequence[str]) -> None:
+    """Bring along what later stages read: the list of images of `source`, where it has one, and the classes as text."""
+    if source is not None and source.has("index"):
+        shutil.copyfile(source.file("index"), out.path / "index.jsonl.gz")
+    labels = "".join(f"{name}\n" for name in classes)
+    (out.path / "labels.txt").write_bytes(labels.encode("utf-8", "surrogateescape"))

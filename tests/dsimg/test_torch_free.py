@@ -16,10 +16,16 @@ FREE = [
     "ds_json",
     "folder",
     "digits",
+    "evaluation",
+    "evaluate",
+    "predict",
+    "show",
+    "processor",
     "schedule",
     "memory",
     "stop",
     "doctor",
+    "recipe",
     "__main__",
 ]
 

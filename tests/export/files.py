@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 INPUT_SIZE = (3, 16, 16)
@@ -48,3 +49,28 @@ def write_network(path: Path, *, width: int = 8, softmax: bool = False) -> Path:
 def noise(count: int, *, seed: int = 0) -> np.ndarray:
     """Return images (count, 3, 16, 16) of normal noise."""
     return np.random.default_rng(seed).standard_normal((count, *INPUT_SIZE), dtype=np.float32)
+
+
+def fit_head(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    """Train the linear layer of `write_network`'s file by least squares: images (N, 3, 16, 16), labels (N,) in 0..4."""
+    model = onnx.load(path)
+    model.graph.output.append(helper.make_tensor_value_info("f", TensorProto.FLOAT, ["batch", None]))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    features = session.run(["f"], {"images": images})[0]
+    with_bias = np.column_stack([features, np.ones(len(features))])
+    solution = np.linalg.lstsq(with_bias, np.eye(5)[labels], rcond=None)[0].astype(np.float32)
+    change(path, {"head.weight": solution[:-1].T, "head.bias": solution[-1]})
+
+
+def change(path: Path, weights: dict[str, np.ndarray]) -> None:
+    """Replace weights of an ONNX file."""
+    model = onnx.load(path)
+    for tensor in model.graph.initializer:
+        if tensor.name in weights:
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(weights[tensor.name]), tensor.name))
+    onnx.save(model, path)
+
+
+def weights_of(path: Path) -> dict[str, np.ndarray]:
+    """Return the weights of an ONNX file by name."""
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer}

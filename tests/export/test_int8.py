@@ -4,9 +4,22 @@ import pytest
 from onnx import numpy_helper
 
 from dsimg.errors import ModelError
-from dsimg_export.int8 import CONVOLUTIONAL_OPS, TRANSFORMER_OPS, default_ops, quantize_static_int8
+from dsimg.preprocess import Preprocess
+from dsimg_export.calibrate import extremes
+from dsimg_export.int8 import (
+    CONVOLUTIONAL_OPS,
+    TRANSFORMER_OPS,
+    check_is_fp32,
+    default_ops,
+    layers,
+    prepare,
+    quantize_static_int8,
+    write_dynamic,
+    write_static,
+)
+from dsimg_export.onnx_file import describe, take_pixels, to_half
 from dsimg_export.session import Int8Share, int8_share, open_session
-from tests.export.files import noise, write_network
+from tests.export.files import INPUT_SIZE, noise, weights_of, write_network
 
 
 def logits(path, images):
@@ -63,3 +76,91 @@ def test_what_cannot_be_quantized_is_named_and_leaves_nothing(tmp_path):
     with pytest.raises(ModelError, match=r"fp32\.onnx cannot be run by ONNX Runtime"):
         quantize_static_int8(source, target, images=[noise(2)])
     assert [path.name for path in tmp_path.iterdir()] == ["fp32.onnx"]
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    path = tmp_path / "prepared.onnx"
+    prepare(write_network(tmp_path / "fp32.onnx"), path)
+    return path
+
+
+def write(prepared, target, **options):
+    ranges = extremes(prepared, [noise(8)], ops=CONVOLUTIONAL_OPS)
+    write_static(prepared, target, ranges, ops=CONVOLUTIONAL_OPS, **options)
+
+
+def test_layers_named_stay_in_float_in_the_session(tmp_path, prepared):
+    assert layers(prepared, CONVOLUTIONAL_OPS) == ("conv1", "conv2", "pool", "head")
+    write(prepared, tmp_path / "int8.onnx", exclude=["conv2"])
+    assert int8_share(tmp_path / "int8.onnx") == Int8Share(int8=2, total=3)
+    write(prepared, tmp_path / "float.onnx", exclude=layers(prepared, CONVOLUTIONAL_OPS))
+    images = noise(2, seed=3)
+    np.testing.assert_allclose(
+        logits(tmp_path / "float.onnx", images), logits(tmp_path / "fp32.onnx", images), rtol=1e-5
+    )
+
+
+def test_reduced_weights_keep_to_seven_bits(tmp_path, prepared):
+    largest = {}
+    for name, reduce_range in {"eight": False, "seven": True}.items():
+        write(prepared, tmp_path / name, reduce_range=reduce_range)
+        weights = [value for value in weights_of(tmp_path / name).values() if value.dtype == np.int8 and value.ndim > 1]
+        assert len(weights) == 3
+        largest[name] = max(np.abs(value.astype(int)).max() for value in weights)
+    assert largest == {"eight": 127, "seven": 64}
+
+
+def test_dynamic_int8_quantizes_matrix_products_and_no_convolutions(tmp_path, prepared):
+    target = tmp_path / "int8.onnx"
+    write_dynamic(prepared, target)
+    assert int8_share(target) == Int8Share(int8=1, total=3)
+    images = noise(4, seed=3)
+    expected = logits(tmp_path / "fp32.onnx", images)
+    assert 0 < np.abs(logits(target, images) - expected).max() < 0.05 * np.abs(expected).max()
+    write_dynamic(prepared, target, exclude=["head"])
+    np.testing.assert_allclose(logits(target, images), expected, rtol=1e-5)
+
+
+def test_a_network_that_takes_pixels_normalises_them_in_float(tmp_path):
+    preprocess = Preprocess.from_dict(
+        {
+            "input_size": INPUT_SIZE,
+            "mean": [0.5] * 3,
+            "std": [0.25] * 3,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+        }
+    )
+    model = onnx.load(write_network(tmp_path / "fp32.onnx"))
+    take_pixels(model, preprocess)
+    onnx.save(model, tmp_path / "pixels.onnx")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), np.uint8)
+    target = tmp_path / "int8.onnx"
+    quantize_static_int8(tmp_path / "pixels.onnx", target, images=[pixels])
+    assert int8_share(target) == Int8Share(int8=3, total=3)
+    expected = logits(tmp_path / "pixels.onnx", pixels)
+    assert 0 < np.abs(logits(target, pixels) - expected).max() < 0.05 * np.abs(expected).max()
+    steps = {node.op_type: node for node in onnx.load(target).graph.node}
+    assert steps["Mul"].input[0] == "images_float"  # not a value that was rounded to 8 bits
+
+
+def test_an_int8_file_says_of_itself_what_its_source_does(tmp_path):
+    source = write_network(tmp_path / "fp32.onnx")
+    model = onnx.load(source)
+    describe(model, {"dsimg.classes": ["ant", "bee"]})
+    onnx.save(model, source)
+    quantize_static_int8(source, tmp_path / "int8.onnx", images=[noise(2)])
+    found = onnx.load(tmp_path / "int8.onnx").metadata_props
+    assert {entry.key: entry.value for entry in found} == {"dsimg.classes": '["ant", "bee"]'}
+
+
+def test_what_is_not_fp32_is_refused(tmp_path):
+    source, target = write_network(tmp_path / "fp32.onnx"), tmp_path / "int8.onnx"
+    check_is_fp32(source)
+    quantize_static_int8(source, target, images=[noise(2)])
+    with pytest.raises(ModelError, match=r"int8\.onnx is in int8 already\. Give the fp32 run"):
+        check_is_fp32(target)
+    onnx.save(to_half(onnx.load(source)), tmp_path / "fp16.onnx")
+    with pytest.raises(ModelError, match=r"fp16\.onnx is in half precision\. Export the run again with --dtype fp32"):
+        check_is_fp32(tmp_path / "fp16.onnx")

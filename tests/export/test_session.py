@@ -56,27 +56,46 @@ def test_latency_of_a_wide_network_is_longer(tmp_path):
     assert found["wide"].cpu > 3 * found["narrow"].cpu
 
 
-def test_sessions_are_measured_in_turn_on_the_same_images(tmp_path, monkeypatch):
+def test_what_is_measured_together_runs_in_turn_each_round_in_another_order():
     calls = []
-
-    class Fake:
-        def __init__(self, path, threads):
-            self.name, self.threads = path.name, threads
-
-        def run(self, outputs, feed):
-            calls.append((self.name, self.threads, outputs, feed["images"].shape, float(feed["images"].sum())))
-
-    monkeypatch.setattr(session, "open_session", lambda path, *, threads: Fake(path, threads))
-    files = {name: Path(name) for name in "abc"}
-    found = latency(files, input_size=(3, 4, 4), batch=2, threads=2, seconds=0)
-    names = [name for name, *_ in calls]
-    assert {tuple(rest) for _, *rest in [(n, t, tuple(o), s, total) for n, t, o, s, total in calls]} == {
-        (2, ("logits",), (2, 3, 4, 4), calls[0][4])
-    }
-    rounds = [names[start : start + 3] for start in range(0, len(names), 3)]
+    found = session.in_turn({name: lambda name=name: calls.append(name) for name in "abc"}, seconds=0)
+    rounds = ["".join(calls[start : start + 3]) for start in range(0, len(calls), 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert len(rounds) == session.WARM_UP_ROUNDS + found["a"].repeats == session.WARM_UP_ROUNDS + session.MIN_REPEATS
-    assert len({tuple(turn) for turn in rounds}) > 1  # not always in the same order
+    assert len(rounds) == session.WARM_UP_ROUNDS + session.MIN_REPEATS
+    assert len(set(rounds)) > 1
+    assert list(found) == ["a", "b", "c"]
+    assert all(len(times.wall) == len(times.cpu) == session.MIN_REPEATS for times in found.values())
+
+
+def test_a_bound_session_says_what_a_plain_one_says(tmp_path):
+    opened = open_session(write_network(tmp_path / "model.onnx"))
+    images = session.noise_for(opened, 3, INPUT_SIZE)
+    answers = []
+
+    class Binding:
+        def __init__(self, real):
+            self.real = real
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def synchronize_outputs(self):
+            self.real.synchronize_outputs()
+            answers.append(self.real.copy_outputs_to_cpu()[0])
+
+    class Session:
+        def io_binding(self):
+            return Binding(opened.io_binding())
+
+        def run_with_iobinding(self, binding):
+            opened.run_with_iobinding(binding.real)
+
+    step = session.repeatable(Session(), images.copy())
+    step()
+    step()
+    assert len(answers) == 2
+    for answer in answers:
+        np.testing.assert_array_equal(answer, opened.run(["logits"], {"images": images})[0])
 
 
 class Batches:

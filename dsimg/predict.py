@@ -1,0 +1,161 @@
+"""Say what is on images: the best classes of each, with their probabilities.
+
+dsimg predict --source RUN photo.jpg more_photos/
+
+A run with an ONNX file is asked through ONNX Runtime, on a host that may have no torch.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+
+from dsimg import cli, metrics
+from dsimg.errors import ConfigError, DataError
+from dsimg.folder import images_below, shown
+from dsimg.preprocess import Preprocess
+from dsimg.run import Run
+
+BATCH = 32
+NOT_FINITE = "the network gave NaN or infinity; run `dsimg verify` on the run"
+
+Answer = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictConfig:
+    """The flags of `dsimg predict`."""
+
+    images: tyro.conf.Positional[tuple[Path, ...]]
+    """Image files, and folders of them at any depth."""
+    source: Path
+    """The run to ask."""
+    top: int = 5
+    """How many classes to give of each image."""
+    json: bool = False
+    """Print a JSON object a line for each image instead of a table, as soon as it is known: file and classes, or file
+    and error."""
+    threads: int | None = None
+    """Threads of ONNX Runtime's session. Default: one a core."""
+    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    """Where ONNX Runtime runs the file; one that is not there is an error."""
+
+    def __post_init__(self) -> None:
+        if not self.images:
+            raise ConfigError("predict was given no image. Name image files or folders.")
+        if self.top < 1:
+            raise ConfigError(f"--top is {self.top}; it must be at least 1.")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads is {self.threads}; it must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the network says of one file: the best classes with their probabilities, or why there are none."""
+
+    file: Path
+    classes: tuple[tuple[str, float], ...]
+    error: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the prediction as a line of `--json`."""
+        if self.error is not None:
+            return {"file": str(self.file), "error": self.error}
+        return {"file": str(self.file), "classes": [{"class": name, "probability": p} for name, p in self.classes]}
+
+
+def predict(config: PredictConfig) -> list[Prediction]:
+    """Say what is on images. A file that cannot be read is named, and the others go on; then the exit code is 2."""
+    run = Run.open(config.source)
+    files = [file for given in config.images for file in (images_below(given) if given.is_dir() else [given])]
+    answer = _answer(run, config)
+    terminal = cli.context().terminal
+    found: list[Prediction] = []
+    for one in predictions(answer, files, run=run, top=config.top):
+        found.append(one)
+        if config.json:
+            terminal.data(json.dumps(one.as_dict()))
+        elif len(files) > BATCH:
+            terminal.progress(f"{len(found)} of {len(files)} images")
+    terminal.stop_live()
+    failed = [one for one in found if one.error is not None]
+    if config.json:
+        if failed:
+            raise SystemExit(2)  # each has said why on its line, and no other line may be between them
+        return found
+    if len(failed) < len(found):
+        terminal.grid(("image", "class", "probability"), _rows(found))
+    for one in failed:
+        terminal.warn(f"{shown(one.file)}: {one.error}")
+    if failed:
+        raise DataError(f"{len(failed)} of {len(found)} files gave no prediction: see above, and mend or leave them.")
+    return found
+
+
+def predictions(answer: Answer, files: Sequence[Path], *, run: Run, top: int) -> Iterator[Prediction]:
+    """Yield what is said of each file, in their order. answer: pixels (N, H, W, 3) -> logits (N, C)."""
+    from dsimg_export.reading import read_batches
+
+    preprocess, classes = Preprocess.from_dict(run.model["preprocess"]), run.model["classes"]
+    done: dict[int, Prediction] = {}
+    following = 0
+    for places, pixels, reasons in read_batches(list(files), preprocess, batch_size=BATCH, threads=None):
+        for place, reason in reasons.items():
+            done[place] = Prediction(files[place], (), reason)
+        if len(places):
+            logits = answer(pixels)
+            done |= {place: _of(files[place], row, classes, top) for place, row in zip(places, logits, strict=True)}
+        while following in done:
+            yield done.pop(following)
+            following += 1
+    assert not done
+    assert following == len(files)
+
+
+def _of(file: Path, logits: NDArray[np.float32], classes: Sequence[str], top: int) -> Prediction:
+    exact = logits.astype(np.float64)
+    if not np.isfinite(exact).all():
+        return Prediction(file, (), NOT_FINITE)
+    shares = np.exp(exact - exact.max())
+    shares /= shares.sum()
+    best = metrics.top_k(exact[None], top)[0]
+    return Prediction(file, tuple((classes[k], float(shares[k])) for k in best))
+
+
+def _answer(run: Run, config: PredictConfig) -> Answer:
+    if run.has("model"):
+        if importlib.util.find_spec("onnxruntime") is None:
+            raise ConfigError(f"{run.path} has an ONNX file: pip install 'dsimg[serve]', or 'dsimg[serve-gpu]'.")
+        from dsimg_export.measuring import all_cores
+        from dsimg_export.served import open_served
+
+        return open_served(run, threads=config.threads or all_cores(), provider=config.provider).logits
+    if config.threads is not None or config.provider != "cpu":
+        raise ConfigError(
+            f"--threads and --provider are ONNX Runtime's, and {run.path} has no ONNX file. Leave them out, or "
+            "export the run first: dsimg export."
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{run.path} is a network of torch's: pip install 'dsimg[train]', or export it first.")
+    from dsimg.predict_network import network_answer
+
+    return network_answer(run)
+
+
+def _rows(found: Sequence[Prediction]) -> list[tuple[str, str, str]]:
+    """Return the lines of the table: an image's name beside its best class only."""
+    return [
+        (shown(one.file) if place == 0 else "", shown(name), f"{share:.2%}")
+        for one in found
+        for place, (name, share) in enumerate(one.classes)
+    ]
+
+
+if __name__ == "__main__":
+    cli.run(predict)

@@ -1,0 +1,63 @@
+"""The picture of a bench: latency of each run, and how many times as fast as the first one it is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
+from matplotlib.figure import Figure
+
+from dsimg.errors import RunError
+from dsimg.run import replacing
+
+WIDTH = 0.7  # of a group of points, between two of which lies 1
+
+
+def draw_bench(path: Path, report: Mapping[str, Any]) -> None:
+    """Draw what bench.json holds to a PNG: latencies, and ratios with their intervals."""
+    names = [run["run"] for run in report["runs"]]
+    settings = list(dict.fromkeys((row["threads"], row["batch_size"]) for row in report["measurements"]))
+    table = {(row["run"], row["threads"], row["batch_size"]): row for row in report["measurements"]}
+    figure = Figure(figsize=(max(9.0, 1.5 + 0.35 * len(names) * len(settings) * 2), 4.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2 if len(names) > 1 else 1, squeeze=False)[0]
+    centres = np.arange(len(settings))
+    for number, name in enumerate(names):
+        rows = [table[name, *setting] for setting in settings]
+        look: dict[str, Any] = {"fmt": "o", "color": f"C{number % 10}", "capsize": 3, "label": _plain(name)}
+        places = centres + ((number + 0.5) / len(names) - 0.5) * WIDTH
+        p50, p99 = (np.array([row[key] for row in rows]) for key in ("p50_ms", "p99_ms"))
+        panels[0].errorbar(places, p50, [0 * p50, p99 - p50], **look)
+        if len(names) > 1:
+            ratio = np.array([row["speedup"] for row in rows])
+            low, high = np.array([row["interval"] for row in rows]).T
+            panels[1].errorbar(places, ratio, np.clip([ratio - low, high - ratio], 0, None), **look)
+    panels[0].set(yscale="log", ylabel="ms a call: median, whisker up to p99", title="Latency")
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    if len(names) > 1:
+        panels[1].set(ylabel=f"times as fast as {_plain(names[0])}", title="Ratio of medians, 95 % interval")
+        panels[1].axhline(1, color="0.6", linewidth=1, zorder=0)
+        panels[1].set_ylim(bottom=0)
+    for axes in panels:
+        axes.set_xticks(centres, [_setting(*setting) for setting in settings])
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
+    panels[-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    machine = report["machine"]
+    figure.suptitle(
+        f"{machine['gpu'] or machine['processor']}, ONNX Runtime {report['onnxruntime']}", fontsize="medium"
+    )
+    try:
+        with replacing(path) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error}. Free some space or choose another --out.") from error
+
+
+def _plain(name: str) -> str:
+    return name.replace("$", r"\$")  # which would start a formula
+
+
+def _setting(threads: int, batch: int) -> str:
+    return f"{threads} thread{'s' * (threads > 1)}\n{batch} image{'s' * (batch > 1)}"

@@ -1,0 +1,230 @@
+"""Write an exported network in int8, with proof of what that costs and wins on this machine.
+
+dsimg quantize --source RUN --out RUN2
+"""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dsimg import cli
+from dsimg.console import bytes_text
+from dsimg.errors import ConfigError
+from dsimg.evaluation import Evaluation
+from dsimg.metrics import accuracy_text
+from dsimg.preprocess import Preprocess
+from dsimg.run import Run, write_json
+from dsimg_export.choosing import Choice, Chooser, role_of_this_machine
+from dsimg_export.comparison import Comparison
+from dsimg_export.cpu import int8_is_exact
+from dsimg_export.golden import machine, read_golden, record
+from dsimg_export.int8 import check_is_fp32, default_ops, is_transformer
+from dsimg_export.kernels import products, seconds_by_operator
+from dsimg_export.measuring import all_cores
+from dsimg_export.samples import Samples, find_samples
+from dsimg_export.session import latency
+from dsimg_export.stage import copy_described, run_short
+from dsimg_export.trials import Candidates, Way
+
+FLIP_ROWS = 10  # classes in the terminal
+FILES = {"model": "model.onnx", "reduced": "model_reduced.onnx"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeConfig:
+    """The flags of `dsimg quantize`."""
+
+    source: Path
+    """The exported run to quantize, in fp32."""
+    out: Path
+    """The run folder to write."""
+    data: str | None = None
+    """The images to calibrate and measure with. Default: those that the run was trained and measured on."""
+    calibration_images: int = 512
+    """How many training images set the ranges, drawn by class. At most half of them do."""
+    method: Literal["auto", "minmax", "percentile", "mse"] = "auto"
+    """How ranges of activations are found; auto tries all three, and for a transformer ranges measured in each run, and
+    takes the best on training images that did not calibrate."""
+    max_drop: float = 0.005
+    """The accuracy that int8 may lose, 0.005 being half a point. Where it loses more, the layers that hurt most are put
+    back to float."""
+    seed: int = 0
+    """Draws the images."""
+    threads: int | None = None
+    """Threads of ONNX Runtime while calibrating and measuring accuracy; latency has one. Default: one a core."""
+    overwrite: bool = False
+    """Replace the run in --out."""
+
+    def __post_init__(self) -> None:
+        if self.calibration_images < 1:
+            raise ConfigError(f"--calibration_images is {self.calibration_images}; it must be at least 1.")
+        if not 0 <= self.max_drop < 1:
+            raise ConfigError(
+                f"--max_drop is {self.max_drop}; it must be at least 0 and below 1, 0.005 is half a point."
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads is {self.threads}; it must be at least 1.")
+
+
+def quantize(config: QuantizeConfig) -> Run:
+    """Write an exported run in int8, twice: with weights of 8 bits, and of 7 for x86 processors without VNNI."""
+    source = Run.open(config.source)
+    reads = [] if config.data is None else [Path(config.data)]
+    return run_short(
+        config, stage="quantize", parents=[source], reads=reads, body=lambda out: _quantize(config, source, out)
+    )
+
+
+def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
+    terminal = cli.context().terminal
+    path = source.file("model")
+    check_is_fp32(path)
+    block = source.model
+    preprocess = Preprocess.from_dict(block["preprocess"])
+    samples = find_samples(source, config.data, calibration_images=config.calibration_images, seed=config.seed)
+    ops = default_ops(path)
+    ways = _ways(config, path)
+    threads = config.threads or all_cores()
+    terminal.table(
+        "plan",
+        [
+            ("source", f"{source.path}: {block['arch']}, {bytes_text(path.stat().st_size)}"),
+            ("calibration", f"{len(samples.calibration.files):,} images of {samples.calibration.folder}"),
+            ("choosing", _choosing_text(samples)),
+            ("reported on", f"{len(samples.validation.files):,} images of {samples.validation.folder}"),
+            *(("", note) for note in samples.notes),
+            ("methods", ", ".join(ways)),
+            ("operators", ", ".join(ops)),
+            ("allowed drop", f"{100 * config.max_drop:g} points"),
+            ("this machine", "sums 8-bit products exactly" if int8_is_exact() else "needs weights of 7 bits (no VNNI)"),
+        ],
+    )
+    copy_described(source, out, block["classes"])
+    with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
+        candidates = Candidates(
+            path,
+            Path(folder),
+            calibration=samples.calibration,
+            preprocess=preprocess,
+            ops=ops,
+            threads=threads,
+            reduce_range=role_of_this_machine() == "reduced",
+        )
+        chooser = Chooser(
+            candidates,
+            samples,
+            preprocess=preprocess,
+            classes=block["classes"],
+            max_drop=config.max_drop,
+            threads=threads,
+        )
+        choice = chooser.choose(ways)
+        measured, choice = chooser.write(choice, {role: out.path / name for role, name in FILES.items()})
+        write_json(out.path / "calibration.json", _calibration(samples, candidates, choice))
+    role = role_of_this_machine()
+    files = {"fp32": path, "int8": out.path / FILES[role]}
+    comparison = Comparison(
+        fp32=measured["fp32"],
+        int8=measured[role],
+        latency=latency(files, input_size=preprocess.input_size),
+        seconds={name: seconds_by_operator(file, preprocess.input_size) for name, file in files.items()},
+        products=products(files["int8"], preprocess.input_size),
+        classes=block["classes"],
+        max_drop=config.max_drop,
+    )
+    written = {role: out.path / name for role, name in FILES.items()}
+    # What a saturating processor makes of the 8-bit file is not what others are to compare with.
+    right = {name: file for name, file in written.items() if name in measured}
+    encoded = read_golden(source.file("golden")).encoded
+    golden = record(encoded, right, preprocess=preprocess, classes=block["classes"])
+    golden.save(out.path / "golden.safetensors")
+    sizes = {"fp32": path.stat().st_size, **{role: file.stat().st_size for role, file in written.items()}}
+    metrics = {
+        "method": choice.way,
+        "tried": choice.trials,
+        "in_float": {role: list(names) for role, names in choice.in_float.items()},
+        "chosen_on": choice.chosen_on,
+        "flattered": list(choice.flattered),
+        "max_drop": config.max_drop,
+        "calibration_images": len(samples.calibration.files) - len(candidates.unreadable),
+        "role": role,
+        "bytes": sizes,
+        "machine": machine(),
+        **comparison.as_dict(),
+        "reduced": {"top1": measured["reduced"].report["top1"]},
+    }
+    out.finish(seed=config.seed, model=block, metrics=metrics)
+    terminal.table(
+        "result",
+        [
+            ("method", choice.way),
+            ("", _tried_text(choice)),
+            ("layers in float", _layers_text(choice, role, len(candidates.layers))),
+            *comparison.rows(),
+            *_twin_rows(choice, role, measured, len(candidates.layers)),
+            ("size", f"{bytes_text(sizes['fp32'])} -> {bytes_text(sizes['model'])}"),
+            ("run", str(out.path)),
+        ],
+    )
+    changed = sorted((row for row in comparison.flips() if row["changed"]), key=lambda row: -row["changed"])
+    if changed:
+        rows = [[str(row[key]) for key in ("class", "images", "changed", "won", "lost")] for row in changed[:FLIP_ROWS]]
+        terminal.grid(("class", "images", "other Top-1", "won", "lost"), rows)
+    for file, reason in list(candidates.unreadable.items())[:3]:
+        terminal.warn(f"a calibration image was left out: {file}: {reason}")
+
+
+def _ways(config: QuantizeConfig, path: Path) -> tuple[Way, ...]:
+    if config.method != "auto":
+        return (config.method,)
+    return ("minmax", "percentile", "mse", *(("dynamic",) if is_transformer(path) else ()))
+
+
+def _calibration(samples: Samples, candidates: Candidates, choice: Choice) -> dict[str, Any]:
+    return {
+        "method": choice.way,
+        "folder": str(samples.calibration.folder),
+        "files": [file for file in samples.calibration.files if file not in candidates.unreadable],
+        "unreadable": candidates.unreadable,
+        "choosing_files": list(samples.choosing.files),
+        "ranges": {name: list(ends) for name, ends in candidates.ranges(choice.way).items()},
+        "in_float": {role: list(names) for role, names in choice.in_float.items()},
+        "sensitivity": [{"layer": name, "relative_error": error} for name, error in choice.sensitivity],
+    }
+
+
+def _choosing_text(samples: Samples) -> str:
+    if len(samples.choosing.files):
+        return f"{len(samples.choosing.files):,} other images of {samples.choosing.folder}"
+    return "the images that are reported on: there are no others"
+
+
+def _tried_text(choice: Choice) -> str:
+    tried = ", ".join(f"{name} {entry['correct'] / entry['images']:.2%}" for name, entry in choice.trials.items())
+    return f"on {choice.chosen_on}: {tried}"
+
+
+def _layers_text(choice: Choice, role: str, count: int) -> str:
+    names = choice.in_float[role]
+    found = f"{len(names)} of {count}: {', '.join(names)}" if names else f"none of {count}"
+    if role in choice.missed:
+        return f"{found}; putting back up to half of them did not bring the drop down to --max_drop"
+    if role in choice.flattered:
+        return f"{found}; how many was decided on the reported images, which flatters their accuracy a little"
+    return found
+
+
+def _twin_rows(choice: Choice, role: str, measured: Mapping[str, Evaluation], count: int) -> list[tuple[str, str]]:
+    """Return the lines on the file for other processors than this one."""
+    if role == "reduced":
+        return [("8-bit weights", "model.onnx, for processors with VNNI, was not measured: sums would saturate here")]
+    return [
+        ("7-bit weights", f"{accuracy_text(measured['reduced'].report['top1'])}, for x86 without VNNI"),
+        ("", f"layers in float: {_layers_text(choice, 'reduced', count)}"),
+    ]
+
+
+if __name__ == "__main__":
+    cli.run(quantize)

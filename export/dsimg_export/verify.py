@@ -1,0 +1,352 @@
+"""Prove that a run says on this machine what it said where it was made, or name the first step that differs.
+
+dsimg verify --source RUN
+
+Nothing is written.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx
+
+from dsimg import cli
+from dsimg.console import bytes_text
+from dsimg.errors import ConfigError, DsimgError, RunError
+from dsimg.evaluation import Evaluation, find_split
+from dsimg.folder import Split
+from dsimg.metrics import accuracy_text
+from dsimg.preprocess import Preprocess
+from dsimg.run import Run, sha256
+from dsimg_export.cpu import int8_is_exact
+from dsimg_export.golden import (
+    Golden,
+    compare_logits,
+    compare_normalising,
+    compare_orientation,
+    compare_resizing,
+    decoded_here,
+    machine,
+    read_golden,
+)
+from dsimg_export.measuring import all_cores, evaluate_session
+from dsimg_export.served import Served, logits_of, open_served, role_here
+from dsimg_export.session import Provider, int8_share, open_session, operators_run
+
+Precision = Literal["fp32", "fp16", "int8"]
+
+# max |difference| / max |logit| that other kernels explain. fp32: beyond what threads, batch sizes and fusions changed
+# (3e-7) by orders, because a GPU sums in another order. fp16: as at export. int8: a step of the last layer is about 1
+# in 140 of the largest logit, and kernels without fusions round some values the other way: 0.9 % in a ResNet-20, 1.5 %
+# in a ResNet-50, nothing between numbers of threads and batch sizes.
+TOLERANCES: dict[Precision, float] = {"fp32": 1e-3, "fp16": 0.05, "int8": 0.03}
+CHANGED_SHARE = 0.02  # of the predictions on the same images, which rounding may change, and never less than one
+OPERATORS_SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """The flags of `dsimg verify`."""
+
+    source: Path
+    """The run to verify, with an ONNX file."""
+    data: str | None = None
+    """Also measure the accuracy on these labelled images, and compare it with what is recorded of the same images.
+    Default: only the golden images that the run carries."""
+    provider: Provider = "cpu"
+    """Where ONNX Runtime runs the file: cpu, cuda, tensorrt; one that is not there is an error."""
+    threads: int | None = None
+    """Threads of ONNX Runtime's session, and threads that decode with --data. Default: one a core."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"--threads is {self.threads}; it must be at least 1.")
+
+
+def verify(config: VerifyConfig) -> list[tuple[str, str]]:
+    """Prove that a run says on this machine what it said where it was made; return each check with what it found.
+
+    Raises the error of the first check that fails, with the check's name, after the table of all was printed.
+    """
+    run = Run.open(config.source)
+    if not run.has("model"):
+        raise RunError(
+            f"{run.path} has no ONNX file to verify. `dsimg export --source {run.path}` makes a run with one."
+        )
+    split = None if config.data is None else find_split(run, config.data, run.model["classes"])[0]
+    verification = _Verification(run, config, split)
+    checks = list(verification.checks())
+    rows: list[tuple[str, str]] = []
+    terminal = cli.context().terminal
+    for place, (name, check) in enumerate(checks):
+        try:
+            rows.append((name, check()))
+        except DsimgError as error:
+            rows.append((name, "FAILS"))
+            rows += [(later, "not looked at") for later, _ in checks[place + 1 :]]
+            terminal.table(str(run.path), rows)
+            raise type(error)(f"{run.path} fails at '{name}': {error}") from error
+    terminal.table(str(run.path), rows)
+    terminal.say(f"{run.path} says here what it said where it was made.")
+    return rows
+
+
+class _Verification:
+    """A run under verification, with what several checks read, opened when the first one needs it."""
+
+    def __init__(self, run: Run, config: VerifyConfig, split: Split | None) -> None:
+        self.run = run
+        self.config = config
+        self.split = split
+        self.role = role_here(run)
+
+    def checks(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Yield the checks in the order in which one that fails explains those after it."""
+        yield "files", self.files
+        yield "labels", self.labels
+        yield "preprocess", self.preprocess
+        yield "session", self.session
+        if self.config.provider != "tensorrt":  # one engine, whose inside ONNX Runtime cannot write out
+            yield "operators", self.operators
+        yield "decode", self.decode
+        yield "orientation", lambda: compare_orientation(self.golden, self.pictures)
+        yield "resize", lambda: compare_resizing(self.golden, self.pictures, self.served.preprocess)
+        yield "normalise", lambda: compare_normalising(self.golden, self.served.preprocess)
+        yield "model", self.model
+        yield "parent", self.parent
+        split = self.split
+        if split is not None:
+            yield "accuracy", lambda: self.accuracy(split)
+
+    @cached_property
+    def golden(self) -> Golden:
+        return read_golden(self.run.file("golden"))
+
+    @cached_property
+    def proto(self) -> Any:
+        return onnx.load(self.run.file(self.role))
+
+    @cached_property
+    def served(self) -> Served:
+        threads = self.config.threads or all_cores()
+        return open_served(self.run, role=self.role, threads=threads, provider=self.config.provider)
+
+    @cached_property
+    def pictures(self) -> list[Any]:
+        return decoded_here(self.golden)
+
+    def files(self) -> str:
+        """Hash every file that run.json lists."""
+        assert self.run.manifest is not None
+        listed = self.run.manifest["files"]
+        bad = []
+        for entry in listed.values():
+            path = self.run.path / str(entry["path"])
+            if not path.exists():
+                bad.append(f"{entry['path']} is missing")
+            elif path.stat().st_size != entry["bytes"]:
+                bad.append(f"{entry['path']} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}")
+            elif sha256(path) != entry["sha256"]:
+                bad.append(f"{entry['path']} has other bytes than those that were hashed")
+        if bad:
+            raise RunError(f"{'; '.join(bad)}. Copy the run again from where it was made.")
+        self.run.file("golden")
+        size = sum(entry["bytes"] for entry in listed.values())
+        return f"{len(listed)} files, {bytes_text(size)}, with the hashes in run.json"
+
+    def labels(self) -> str:
+        """Compare the four places that name the classes."""
+        expected = self.run.model["classes"]
+        text = self.run.file("labels").read_bytes().decode("utf-8", "surrogateescape")
+        others: list[tuple[str, Sequence[str]]] = [
+            ("labels.txt", text.removesuffix("\n").split("\n")),
+            ("golden.safetensors", self.golden.classes),
+        ]
+        in_file = self._metadata("classes")
+        if in_file is not None:
+            others.append((self._name, in_file))
+        for where, names in others:
+            if list(names) != expected:
+                raise RunError(f"{_first_other(expected, names, where)} Copy the run again from where it was made.")
+        places = ", ".join(("run.json", *(where for where, _ in others)))
+        return f"{len(expected)} classes, in one order in {places}"
+
+    def preprocess(self) -> str:
+        """Compare run.json's preprocess with what the ONNX file says of itself."""
+        Preprocess.from_dict(self.run.model["preprocess"])
+        ours, theirs = self.run.model["preprocess"], self._metadata("preprocess")
+        if theirs is None:
+            return f"{self._name} says nothing of it: see resize and normalise"
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                raise RunError(
+                    f"{key} is {ours.get(key)} in run.json, and {theirs.get(key)} in {self._name}, which was exported "
+                    "with it. Copy run.json again."
+                )
+        return f"the same in run.json and {self._name}"
+
+    def session(self) -> str:
+        """Open the file for this machine."""
+        served, provider = self.served, self.config.provider
+        why = ""
+        if self.role == "reduced":
+            why = "; 7-bit weights, because int8 sums saturate on this processor"
+        elif self.precision == "int8" and provider == "cpu" and not int8_is_exact():
+            why = "; int8 sums saturate on this processor, and the run has no file with 7-bit weights"
+        return f"{served.path.name} in {self.precision} on {provider}, onnxruntime {machine()['onnxruntime']}{why}"
+
+    def operators(self) -> str:
+        """Say what the session runs, which the file alone does not tell."""
+        path, provider = self.served.path, self.config.provider
+        counts = operators_run(path, provider)
+        most = counts.most_common(OPERATORS_SHOWN)
+        rest = counts.total() - sum(count for _, count in most)
+        text = ", ".join(f"{count} {name}" for name, count in most) + (f" and {rest} more" if rest else "")
+        if self.precision == "int8" and provider == "cpu":
+            share = int8_share(path)
+            text = f"{share.int8} of {share.total} convolutions and matrix products in int8; {text}"
+        return text
+
+    def decode(self) -> str:
+        """Decode the golden images."""
+        made_by, here = self.golden.made_by, machine()
+        text = f"{len(self.pictures)} images, {bytes_text(sum(map(len, self.golden.encoded)))}"
+        return text + _versions((("pillow", made_by.get("pillow"), here["pillow"]),))
+
+    def model(self) -> str:
+        """Compare the network's logits on the recorded pixels."""
+        golden, made_by, here = self.golden, self.golden.made_by, machine(self.config.provider)
+        differing = _versions(tuple((key, made_by.get(key), here[key]) for key in here if key != "pillow"))
+        role, served = self.role, self.served
+        if self.precision == "int8" and role == "model" and made_by.get("int8") == "saturating" != here["int8"]:
+            # What was recorded of it is wrong by saturation; the twin says the same on both.
+            if "reduced" not in golden.logits or not self.run.has("reduced"):
+                raise RunError(
+                    "the logits were recorded on a processor where int8 sums saturate, which they do not here, and the "
+                    "run has no file with 7-bit weights to compare instead. Quantize it again on a machine like this."
+                )
+            role, served = "reduced", open_served(self.run, role="reduced", provider=self.config.provider)
+        if role not in golden.logits:
+            raise RunError(
+                f"golden.safetensors has no logits of {served.path.name}, only of {', '.join(sorted(golden.logits))}. "
+                "Make the run again with this dsimg."
+            )
+        tolerance = TOLERANCES[self.precision]
+        try:
+            text = compare_logits(golden.logits[role], served.logits(golden.views.pixels), tolerance=tolerance)
+        except RunError as error:
+            remedy = (
+                "Install the versions that it was recorded with, or make the run again here"
+                if differing
+                else "The machine is like the one that it was recorded on: copy the run again"
+            )
+            raise RunError(f"{error} in {self.precision}{differing}. {remedy}.") from error
+        instead = "" if served is self.served else f"{served.path.name}, which is alike on all processors: "
+        return f"{instead}{text} (limit {tolerance:g}){differing}"
+
+    def parent(self) -> str:
+        """Compare with the run that this one was made from, where it still is."""
+        assert self.run.manifest is not None
+        parents = self.run.manifest["parents"]
+        return "; ".join(self._compare_parent(Path(entry["path"]), entry["sha256"]) for entry in parents) or "none"
+
+    def accuracy(self, split: Split) -> str:
+        """Measure the accuracy, and compare the predictions with those recorded of the same images."""
+        served, threads = self.served, self.config.threads or all_cores()
+        found = evaluate_session(
+            served.logits, split=split, preprocess=served.preprocess, classes=served.classes, threads=threads
+        )
+        text = f"Top-1 {accuracy_text(found.report['top1'])} of {found.report['images']:,} images"
+        predicted = dict(zip(found.split.files, _predicted(found, served.classes), strict=True))
+        for path in _recorded(self.run):
+            recorded = _read_predictions(path)
+            if recorded.keys() != predicted.keys():
+                continue
+            changed = sum(recorded[file] != predicted[file] for file in predicted)
+            if changed > max(1, CHANGED_SHARE * len(predicted)):
+                raise RunError(
+                    f"{text}, and {changed} predictions are others than in {path}: more than rounding explains. "
+                    f"dsimg evaluate --source {self.run.path} says which."
+                )
+            return f"{text}; {changed or 'no'} prediction{'s' * (changed != 1)} other than in {path}"
+        return f"{text}; nothing is recorded of these very images"
+
+    @cached_property
+    def precision(self) -> Precision:
+        """What the file computes in."""
+        if any("Quantize" in node.op_type or "Integer" in node.op_type for node in self.proto.graph.node):
+            return "int8"
+        half = onnx.TensorProto.FLOAT16
+        return "fp16" if any(tensor.data_type == half for tensor in self.proto.graph.initializer) else "fp32"
+
+    @property
+    def _name(self) -> str:
+        return str(self.run.file(self.role).name)
+
+    def _metadata(self, key: str) -> Any:
+        """Return what the ONNX file says of itself, or None."""
+        for entry in self.proto.metadata_props:
+            if entry.key == f"dsimg.{key}":
+                return json.loads(entry.value)
+        return None
+
+    def _compare_parent(self, path: Path, digest: str) -> str:
+        manifest = path / "run.json"
+        if not manifest.is_file():
+            return f"{path} is not here: not compared"
+        if sha256(manifest) != digest:
+            return f"{path} has been made anew since: not compared"
+        parent = Run.open(path)
+        if not parent.has("model"):
+            return f"{path} is as it was; its network is torch's, and export compared with it"
+        block, pixels = parent.model, self.golden.views.pixels
+        same_input = block["preprocess"]["input_size"] == self.run.model["preprocess"]["input_size"]
+        if not same_input or block["classes"] != self.run.model["classes"]:
+            return f"{path} is of another input size or other classes: not compared"
+        session = open_session(parent.file(role_here(parent)), provider=self.config.provider)
+        theirs = logits_of(session, pixels, Preprocess.from_dict(block["preprocess"]))
+        # Whatever was done in between may change logits, so no size of the difference is wrong in itself.
+        return f"{path}: {compare_logits(theirs, self.served.logits(pixels), tolerance=float('inf'))}"
+
+
+def _first_other(expected: Sequence[str], names: Sequence[str], where: str) -> str:
+    if len(names) != len(expected):
+        return f"{where} names {len(names)} classes, and run.json {len(expected)}."
+    place = next(i for i, (ours, theirs) in enumerate(zip(expected, names, strict=True)) if ours != theirs)
+    return f"class {place} is '{expected[place]}' in run.json, and '{names[place]}' in {where}."
+
+
+def _versions(entries: Sequence[tuple[str, Any, Any]]) -> str:
+    """Return what differs between where the golden images were recorded and here."""
+    differing = [f"{name} {there}, here {here}" for name, there, here in entries if there != here]
+    return f"; recorded with {'; '.join(differing)}" if differing else ""
+
+
+def _predicted(evaluation: Evaluation, classes: Sequence[str]) -> list[str]:
+    return ["" if label < 0 else classes[label] for label in evaluation.top[:, 0].tolist()]
+
+
+def _recorded(run: Run) -> list[Path]:
+    """Return the predictions that `dsimg evaluate`, or the stage itself, wrote into a run; the latest first."""
+    found = [*run.path.glob("evaluations/*/predictions.csv")]
+    if run.has("predictions"):
+        found.append(run.file("predictions"))
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _read_predictions(path: Path) -> dict[str, str]:
+    """Return the predicted class by file."""
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            return {row["file"]: row["predicted"] for row in csv.DictReader(stream)}
+    except (OSError, KeyError, csv.Error) as error:
+        raise RunError(f"cannot read {path}: {error}. Remove it, or evaluate the run again.") from error
+
+
+if __name__ == "__main__":
+    cli.run(verify)
