@@ -50,7 +50,8 @@ def distill(config: DistillConfig) -> Run:
     """
     if config.data is None:
         config = dataclasses.replace(config, data=data_of(Path(config.source[0])))
-    return run_stage(config, stage="distill", body=_distill, free=("baseline", "teacher_shard"))
+    teachers = [Path(source) for source in config.source]
+    return run_stage(config, stage="distill", body=_distill, free=("baseline", "teacher_shard"), same=teachers)
 
 
 def _distill(job: Job[DistillConfig]) -> Run:
@@ -69,7 +70,7 @@ def _distill(job: Job[DistillConfig]) -> Run:
     job.go_on(setup, resumed)
     given = [Path(source) for source in (*config.source, *([config.weights] if config.weights else []))]
     reads = [path for path in given if path.exists()]
-    run = job.begin(setup, begun=resumed is not None, reads=reads, same=[Path(source) for source in config.source])
+    run = job.begin(setup, begun=resumed is not None, reads=reads)
     _measure_teacher(run, setup, teacher, world)
     before = teacher.seconds
     trained = fit_run(

@@ -9,15 +9,16 @@ A run with an ONNX file is measured by ONNX Runtime, on a host that may have no 
 import hashlib
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dsimg import cli
 from dsimg.console import count_text
-from dsimg.errors import ConfigError, RunError
+from dsimg.errors import ConfigError
 from dsimg.evaluation import Evaluation, find_split, result_rows, write_evaluation
-from dsimg.run import Run
+from dsimg.processor import all_cores
+from dsimg.run import Run, make_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class EvaluateConfig:
     """A DeepSpeed JSON for its ZeRO stage and precision, for networks larger than one device. Default: each rank holds
     the whole network in fp32."""
     workers: int | None = None
-    """Processes per rank that decode images, threads where the run has an ONNX file. Default: the cores of this machine
-    shared among its ranks, at most 8."""
+    """Processes per rank that decode images; 0 decodes in the rank itself. Default: the cores of this machine shared
+    among its ranks, at most 8. For an ONNX file they are threads; 0 and 1 are one, and the default is one a core."""
     threads: int | None = None
     """Threads of ONNX Runtime's session. Default: one a core."""
     provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
@@ -71,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> Evaluation | None:
         result = evaluate_network(run, config)
     if result is not None:
         classes = run.model["classes"]
-        out = make_folder(config, run)
+        out = evaluation_folder(config, run)
         terminal = cli.context().terminal
         write_evaluation(out, result, classes)
         terminal.table("result", [*result_rows(result.report), ("report", str(out / "evaluation.json"))])
@@ -86,13 +87,13 @@ def _evaluate_file(run: Run, config: EvaluateConfig) -> Evaluation:
         raise ConfigError(f"{run.path} has an ONNX file, which one process measures: dsimg evaluate, no launcher.")
     if importlib.util.find_spec("onnxruntime") is None:
         raise ConfigError(f"{run.path} has an ONNX file: pip install 'dsimg[serve]', or 'dsimg[serve-gpu]'.")
-    from dsimg_export.measuring import all_cores, evaluate_session
+    from dsimg_export.measuring import evaluate_session
     from dsimg_export.served import open_served
 
     split, notes = find_split(run, config.data, run.model["classes"])
     threads = config.threads or all_cores()
     served = open_served(run, threads=threads, provider=config.provider)
-    make_folder(config, run)
+    evaluation_folder(config, run)
     block = run.model
     cli.context().terminal.table(
         "plan",
@@ -104,23 +105,21 @@ def _evaluate_file(run: Run, config: EvaluateConfig) -> Evaluation:
             ("session", f"ONNX Runtime, {config.provider}, {threads} thread{'s' * (threads > 1)}"),
         ],
     )
-    return evaluate_session(
+    result = evaluate_session(
         served.logits,
         split=split,
         preprocess=served.preprocess,
         classes=served.classes,
         batch_size=config.batch_size,
-        threads=config.workers or None,
+        threads=None if config.workers is None else max(config.workers, 1),
     )
+    measured = {"file": served.path.name, "role": served.role, "provider": config.provider}
+    return replace(result, report={**result.report, "measured": measured})
 
 
-def make_folder(config: EvaluateConfig, run: Run) -> Path:
-    """Make the folder of an evaluation. Raises RunError when it is a run, whose own evaluation would be replaced."""
-    out = config.out or run.path / "evaluations" / _name(config.data)
-    if out.is_dir() and any((out / name).exists() for name in ("run.json", "config.json")):
-        raise RunError(f"--out {out} is a run folder. Choose another one for the evaluation.")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+def evaluation_folder(config: EvaluateConfig, run: Run) -> Path:
+    """Make the folder of an evaluation. Raises RunError as `make_folder`."""
+    return make_folder(config.out or run.path / "evaluations" / _name(config.data))
 
 
 def _name(folder: str | None) -> str:

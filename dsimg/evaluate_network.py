@@ -9,7 +9,7 @@ from dsimg import cli, data, loop, models
 from dsimg.console import count_text
 from dsimg.ds_config import StageDefaults, resolve_ds_config
 from dsimg.ds_json import find_ds_config, read_ds_config
-from dsimg.evaluate import EvaluateConfig, make_folder
+from dsimg.evaluate import EvaluateConfig, evaluation_folder
 from dsimg.evaluation import Evaluation, find_split
 from dsimg.forward import inference_forward
 from dsimg.preprocess import Preprocess
@@ -29,7 +29,7 @@ def evaluate_network(run: Run, config: EvaluateConfig) -> Evaluation | None:
     terminal = cli.context().terminal
     split, notes = world.on_rank_zero(lambda: find_split(run, config.data, classes))
     model = open_network(run)
-    world.on_rank_zero(lambda: make_folder(config, run))
+    world.on_rank_zero(lambda: evaluation_folder(config, run))
     resolved, precision = _resolve(settings, model, world, config)
     workers = decoding_workers(world.local_size) if config.workers is None else config.workers
     rows = [

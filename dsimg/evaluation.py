@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsimg import metrics
 from dsimg.errors import DataError
-from dsimg.folder import Split, find_labelled, read_index
+from dsimg.folder import Split, find_labelled, read_index, shown
 from dsimg.run import Run, write_atomically, write_json
 
 
@@ -38,18 +38,53 @@ def find_split(run: Run, folder: str | None, classes: Sequence[str]) -> tuple[Sp
     if folder is not None and not run.has("index"):
         return find_labelled(Path(folder), classes)
     index = read_index(run.file("index"))
-    held_out = ("the images that training held out",)
-    if folder is None and not index.val.folder.is_dir():
-        raise DataError(
-            f"{index.val.folder}, which the run was trained with, is not there. Give its place now with --data."
-        )
-    if folder is None or Path(folder).resolve() == index.root.resolve():
-        return index.val, held_out
-    moved = Path(folder) / index.val.folder.relative_to(index.root)
-    drawn = index.val.folder == index.train.folder  # no val/ folder: a share of each class was drawn
-    if drawn and all((moved / file).is_file() for file in index.val.files):
-        return Split(moved, index.val.files, index.val.labels), held_out
-    return find_labelled(Path(folder), classes)
+    held_out = "the images that training held out"
+    if folder is None:
+        if not is_folder(index.val.folder):
+            raise DataError(
+                f"{index.val.folder}, which the run was trained with, is not there. Give its place now with --data."
+            )
+        return index.val, (held_out,)
+    root = Path(folder)
+    if is_folder(root) and root.resolve() == index.root.resolve():
+        return index.val, (held_out,)
+    if index.val.folder != index.train.folder:
+        return find_labelled(root, classes)
+    recorded = recorded_split(index.val, index.root, root)
+    if recorded is not None:
+        return recorded, (held_out, *missing_notes(index.val, recorded))
+    split, notes = find_labelled(root, classes)
+    trained_on = set(index.train.files)
+    if any(file in trained_on for file in split.files):
+        notes = (*notes, "most of what training held out is not there: images of training may be among these")
+    return split, notes
+
+
+def recorded_split(split: Split, old: Path, root: Path) -> Split | None:
+    """Return the images of a split, listed when the data lay in `old`, that are in `root` now; None where fewer than
+    half of them are. `root` may also be the split's own folder. Raises DataError: a folder that may not be read."""
+    for folder in (root / split.folder.relative_to(old), root):
+        try:
+            there = [place for place, file in enumerate(split.files) if (folder / file).is_file()]
+        except OSError as error:
+            raise DataError(f"cannot read {shown(folder)}: {error.strerror}. Change its permissions.") from None
+        if 2 * len(there) >= max(len(split.files), 1):
+            return Split(folder, tuple(split.files[place] for place in there), split.labels[there])
+    return None
+
+
+def missing_notes(recorded: Split, found: Split) -> tuple[str, ...]:
+    """Return a note of how many images of a recorded split `recorded_split` did not find, or nothing."""
+    missing = len(recorded.files) - len(found.files)
+    return (f"{missing:,} of its {len(recorded.files):,} images are missing",) if missing else ()
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a folder is there. Raises DataError where a folder above it may not be read."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise DataError(f"cannot read {shown(path)}: {error.strerror}. Change the permissions above it.") from None
 
 
 def measure(

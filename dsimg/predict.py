@@ -20,6 +20,7 @@ from dsimg import cli, metrics
 from dsimg.errors import ConfigError, DataError
 from dsimg.folder import images_below, shown
 from dsimg.preprocess import Preprocess
+from dsimg.processor import all_cores
 from dsimg.run import Run
 
 BATCH = 32
@@ -132,7 +133,6 @@ def _answer(run: Run, config: PredictConfig) -> Answer:
     if run.has("model"):
         if importlib.util.find_spec("onnxruntime") is None:
             raise ConfigError(f"{run.path} has an ONNX file: pip install 'dsimg[serve]', or 'dsimg[serve-gpu]'.")
-        from dsimg_export.measuring import all_cores
         from dsimg_export.served import open_served
 
         return open_served(run, threads=config.threads or all_cores(), provider=config.provider).logits

@@ -73,10 +73,17 @@ def probe(config: ProbeConfig) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     try:
         for arch in dict.fromkeys((own, *config.students)):
-            whole = network if arch == own else _build(arch, classes=classes, side=side)
+            whole, reason = network if arch == own else None, None
+            if whole is None:
+                try:
+                    whole = _build(arch, classes=classes, side=side)
+                except DsimgError as error:  # the others are measured all the same
+                    reason = str(error)
             for ratio in dict.fromkeys((1.0, *config.ratios)):
-                entry: dict[str, Any] = {"model": arch, "ratio": ratio, "error": None, "seconds": {}}
+                entry: dict[str, Any] = {"model": arch, "ratio": ratio, "error": reason, "seconds": {}}
                 found.append(entry)
+                if whole is None:
+                    continue
                 terminal.progress(f"export {arch}" + (f", {ratio:g} of its MACs" if ratio < 1 else ""))
                 try:
                     model = whole if ratio == 1 else _narrowed(whole, ratio, side=side, round_to=config.round_to)

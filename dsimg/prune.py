@@ -64,7 +64,8 @@ def prune(config: PruneConfig) -> Run:
     """Prune a run's network and train it on, into a run folder. It stops and resumes as `train` does."""
     if config.data is None:
         config = dataclasses.replace(config, data=data_of(config.source))
-    return run_stage(config, stage="prune", body=_prune, free=("teacher_shard",))
+    same = [config.source, Path(config.teacher)]
+    return run_stage(config, stage="prune", body=_prune, free=("teacher_shard",), same=same)
 
 
 def _prune(job: Job[PruneConfig]) -> Run:
@@ -101,7 +102,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
     with contextlib.closing(Cutter(config, source, dense, setup, world)) as cutter:
         if not begun:  # what cannot work is said before there is a run
             world.on_rank_zero(cutter.check)
-        run = job.begin(setup, begun=begun, reads=reads, same=reads)
+        run = job.begin(setup, begun=begun, reads=reads)
         if config.scan:
             _scan(run, cutter)
             return Run.open(path)

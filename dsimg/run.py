@@ -70,6 +70,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise RunError(f"cannot write {path}: {error.strerror}. Free some space or choose another --out.") from error
 
 
+def make_folder(out: Path) -> Path:
+    """Make the folder that --out names for files that are no run of their own, and return it.
+
+    Raises RunError: it is a run, whose own files would be replaced, or it cannot be made or written.
+    """
+    remedy = "Choose another --out."
+    try:
+        if any((out / name).exists() for name in ("run.json", "config.json")):
+            raise RunError(f"{out} is a run folder, whose files would be replaced. {remedy}")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f"cannot make the folder {out}: {error.strerror}. {remedy}") from error
+    if not os.access(out, os.W_OK):
+        raise RunError(f"cannot write into {out}: it is read-only for this user. {remedy}")
+    return out
+
+
 def sync_folder(path: Path) -> None:
     """Make renames in a folder last through a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -248,7 +265,7 @@ class Run:
 
     @staticmethod
     def check_parents(path: Path, parents: Sequence[Path]) -> None:
-        """Raise RunError where one of these, which the unfinished run in `path` began with, has been made anew."""
+        """Raise RunError where one of these, which the run in `path` began with, has been made anew."""
         for parent in read_json(path / "config.json")["parents"]:
             manifest = Path(parent["path"]) / "run.json"
             known = Path(parent["path"]) in parents
@@ -301,6 +318,13 @@ class Run:
             "metrics": metrics,
         }
         write_json(self.path / "run.json", self.manifest)
+
+    def withdraw(self) -> None:
+        """Give an unfinished run's folder up again, where its stage refused: another config may then have it."""
+        for name in (*(name for name, _ in ROLES.values()), ".lock"):
+            (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     @property
     def model(self) -> dict[str, Any]:

@@ -167,6 +167,10 @@ def _find(entry: Mapping[str, str], *, child: Path) -> Parent:
     beside = child.resolve().parent / recorded.name
     if _hash_of(recorded) == digest:
         return Parent(recorded, recorded, digest, "here")
+    if not recorded.is_absolute():  # as from the folder where the command was given, which is not known
+        for folder in child.resolve().parents:
+            if _hash_of(folder / recorded) == digest:
+                return Parent(folder / recorded, recorded, digest, "here")
     if _hash_of(beside) == digest:
         return Parent(beside, recorded, digest, "moved")
     return Parent(recorded, recorded, digest, "gone" if _hash_of(recorded) is None else "made anew")

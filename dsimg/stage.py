@@ -96,14 +96,13 @@ class Job(Generic[C]):
             network=network,
         )
 
-    def begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path] = (), same: Sequence[Path] = ()) -> Run:
+    def begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path] = ()) -> Run:
         """Show the plan, make the run folder or find it again with what is known before the first step, and move the
         logs into it. `begun` when it has its list of images already; `reads` are the runs and other files that the
-        stage reads: those that are runs become the parents of a new one, and those in `same` must not have been made
-        anew since. Raises RunError."""
+        stage reads: those that are runs become the parents of a new one. Raises RunError."""
         context = cli.context()
         context.terminal.table("plan", setup.rows)
-        self.world.on_rank_zero(lambda: self._begin(setup, begun=begun, reads=reads, same=same))
+        self.world.on_rank_zero(lambda: self._begin(setup, begun=begun, reads=reads))
         if context.chatter is not None:
             try:
                 context.chatter.move_to(self.path / "logs" / f"rank_{self.world.rank}.log")
@@ -113,12 +112,10 @@ class Job(Generic[C]):
                 ) from error
         return Run(self.path, None)
 
-    def _begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path], same: Sequence[Path]) -> None:
+    def _begin(self, setup: TrainPlan, *, begun: bool, reads: Sequence[Path]) -> None:
         path, folder = self.path, setup.folder
         if Run.state(path) != "new":
             hold_lock(path)  # it may have come since, and --overwrite removes it
-        if self.again:
-            Run.check_parents(path, same)
         parents = [] if begun else [Run.open(read) for read in reads if (read / "run.json").exists()]
         Run.begin(
             path,
@@ -152,10 +149,13 @@ class Job(Generic[C]):
         self.world.on_rank_zero(lambda: set_aside_newer(checkpoint))
 
 
-def run_stage(config: C, *, stage: str, body: Callable[[Job[C]], Run], free: Sequence[str] = ()) -> Run:
+def run_stage(
+    config: C, *, stage: str, body: Callable[[Job[C]], Run], free: Sequence[str] = (), same: Sequence[Path] = ()
+) -> Run:
     """Run a stage that trains, on any number of ranks, into a run folder; `body` plans, trains and finishes it.
 
-    `free` names flags of the stage's own that may differ when the same run is started again. Asked to stop, the stage
+    `free` names flags of the stage's own that may differ when the same run is started again; the parents in `same`
+    must not have been made anew since it was begun, finished or not. Asked to stop, the stage
     saves and ends with exit code 75 (in Python: StopRequested); the same command goes on.
     """
     context = cli.context()
@@ -191,7 +191,7 @@ def run_stage(config: C, *, stage: str, body: Callable[[Job[C]], Run], free: Seq
         check_against_json(config, raw, source=str(ds_path))
         world = start_world(collective_seconds=2 * config.rank_timeout)
         path = config.run_path
-        state: State = world.on_rank_zero(lambda: _run_state(path, config, stage=stage, free=may_differ))
+        state: State = world.on_rank_zero(lambda: _run_state(path, config, stage=stage, free=may_differ, same=same))
         if state == "finished":
             context.terminal.say(
                 f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
@@ -345,8 +345,9 @@ def _at_exit(config: Recipe, world: World | None, code: int, text: str) -> None:
         world.barrier()  # a launcher would kill rank 0 after the others' exit
 
 
-def _run_state(path: Path, config: Recipe, *, stage: str, free: Sequence[str]) -> State:
-    """Tell what is in `path`, before anything else is looked at. Raises RunError when it is not this run.
+def _run_state(path: Path, config: Recipe, *, stage: str, free: Sequence[str], same: Sequence[Path]) -> State:
+    """Tell what is in `path`, before anything else is looked at. Raises RunError when it is not this run, or was made
+    from others than those that are now in `same`.
 
     What --overwrite is to replace is "new"; but not what it has begun: the same command goes on with that.
     """
@@ -355,7 +356,9 @@ def _run_state(path: Path, config: Recipe, *, stage: str, free: Sequence[str]) -
     begun_so = tuple(key for key in free if key != "overwrite")
     if config.overwrite and not Run.was_begun_by(path, stage=stage, config=as_json(config), free=begun_so):
         return "new"
-    return Run.begin(path, stage=stage, config=as_json(config), free=free)[1]
+    state = Run.begin(path, stage=stage, config=as_json(config), free=free)[1]
+    Run.check_parents(path, same)
+    return state
 
 
 def _check_that_none_is_lost(path: Path) -> None:

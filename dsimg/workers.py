@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from dsimg.cache import gigabytes
 from dsimg.errors import DeviceError, DsimgError
+from dsimg.processor import all_cores
 
 _SAME_EVENT_S = 2.0
 _IN_FLIGHT = 2  # batches that each worker, or the thread, prepares ahead
@@ -171,4 +172,4 @@ def prefetched(items: Iterator[Any]) -> Generator[Any]:
 
 def decoding_workers(local_ranks: int) -> int:
     """Return how many workers decode for a rank: its share of the cores of this machine, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks))
+    return max(1, min(8, all_cores() // local_ranks))

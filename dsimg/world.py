@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsimg.console import bytes_text
 from dsimg.errors import DeviceError, DsimgError, RunError
-from dsimg.processor import given_instruction_set
+from dsimg.processor import all_cores, given_instruction_set
 
 # Without this DeepSpeed warns on every machine that has no GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -130,7 +130,7 @@ def start_world(*, collective_seconds: float = COLLECTIVE_SECONDS) -> World:
         torch.cuda.set_device(local_rank)
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks on one machine would each take all its cores.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        torch.set_num_threads(max(1, all_cores() // local_size))
     if not dist.is_initialized():
         _forbid_shared_memory_operator()
         try:

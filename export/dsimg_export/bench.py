@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 import dsimg
 from dsimg import cli
 from dsimg.console import bytes_text
-from dsimg.errors import ConfigError, RunError
-from dsimg.run import Run, sha256, write_json
+from dsimg.errors import ConfigError
+from dsimg.processor import all_cores
+from dsimg.run import Run, make_folder, sha256, write_json
 from dsimg_export.cpu import int8_is_exact, processor_name
 from dsimg_export.footprint import footprint
-from dsimg_export.measuring import all_cores
 from dsimg_export.served import Served, open_served
 from dsimg_export.session import Provider, Times, in_turn, noise_for, open_session, repeatable
 
@@ -59,7 +59,7 @@ class BenchConfig:
 
 def bench(config: BenchConfig) -> dict[str, Any]:
     """Measure latency, throughput, load time and memory of exported runs, all in turn; return what bench.json holds."""
-    out = None if config.out is None else _folder(config.out)
+    out = None if config.out is None else make_folder(config.out)
     threads = config.threads or tuple(sorted({1, all_cores()}))
     served = _open(config)
     machine = _machine(config.provider)
@@ -169,16 +169,6 @@ def ratio_interval(first: NDArray[np.float64], other: NDArray[np.float64]) -> tu
     return float(low), float(high)
 
 
-def _folder(out: Path) -> Path:
-    if out.is_dir() and any((out / name).exists() for name in ("run.json", "config.json")):
-        raise RunError(f"--out {out} is a run folder. Choose another one for the measurement.")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"cannot make the folder --out {out}: {error.strerror}. Choose another one.") from error
-    return out
-
-
 def _open(config: BenchConfig) -> dict[str, Served]:
     """Return the runs by name: that of the folder, or its path where two folders have the same."""
     names = [path.resolve().name for path in config.source]
@@ -255,7 +245,7 @@ def _show(report: Mapping[str, Any]) -> None:
                 bytes_text(run["bytes"]),
                 f"{1000 * run['load_seconds']:.3g}",
                 bytes_text(run["loaded_bytes"]),
-                bytes_text(run["peak_bytes"]),
+                "not known here" if run["peak_bytes"] is None else bytes_text(run["peak_bytes"]),
             )
             for run in report["runs"]
         ],

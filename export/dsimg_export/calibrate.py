@@ -155,12 +155,18 @@ def _outputs(
     model: onnx.ModelProto, batches: Iterable[NDArray[Any]], names: list[str], threads: int
 ) -> Iterator[tuple[NDArray[Any], list[NDArray[Any]]]]:
     """Yield each image as (1, ...) with the outputs `names` of a model for it: several at once would hold the
-    activations of all of them."""
-    with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
-        path = Path(folder) / "observed.onnx"
-        onnx.save(model, path)
-        session = open_session(path, threads=threads)
-        for batch in batches:
-            for place in range(len(batch)):
-                image = batch[place : place + 1]
-                yield image, session.run(names, {INPUT: image})
+    activations of all of them. Raises ModelError, also where there is no room for a temporary file."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
+            path = Path(folder) / "observed.onnx"
+            onnx.save(model, path)
+            session = open_session(path, threads=threads)
+    except OSError as error:
+        raise ModelError(
+            f"cannot write a temporary file to calibrate with: {error}. Free some space there, or set TMPDIR to a "
+            "folder with some."
+        ) from error
+    for batch in batches:
+        for place in range(len(batch)):
+            image = batch[place : place + 1]
+            yield image, session.run(names, {INPUT: image})

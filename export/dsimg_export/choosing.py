@@ -1,12 +1,15 @@
 """How a network is quantized: which ranges, and which layers stay in float, decided by what was measured."""
 
-import tempfile
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dsimg import cli
+from dsimg.errors import ModelError
 from dsimg.evaluation import Evaluation
 from dsimg.folder import Split
 from dsimg.preprocess import Preprocess
@@ -14,10 +17,15 @@ from dsimg_export.comparison import accuracy_drop
 from dsimg_export.cpu import int8_is_exact
 from dsimg_export.measuring import Answer, evaluate_sessions
 from dsimg_export.samples import Samples
-from dsimg_export.sensitivity import fewest
+from dsimg_export.sensitivity import fewest, together
 from dsimg_export.served import logits_of
 from dsimg_export.session import latency, open_session
 from dsimg_export.trials import Candidates, Images, Trial, Way, read_images
+
+TRIES = 3  # numbers of layers in float that are measured in one reading of the reported images
+
+Named = tuple[str, tuple[str, ...]]  # a file by its role, or "fp32", and its layers in float
+FP32: Named = ("fp32", ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +72,18 @@ class Chooser:
 
         That is the one with most images right, then the most answers that fp32 gives, then the least loss. `dynamic`
         is measured against the best of the others: of those that lose no more than `max_drop`, the faster is taken.
+        Raises ModelError where fp32 gives NaN or infinity: nothing could be compared with that.
         """
         terminal = cli.context().terminal
         images = read_images(self._choosing, self._preprocess)
         count = len(images.labels)
         fp32 = self._candidates.trial(None, images)
+        finite = np.isfinite(fp32.logits).all(axis=1)
+        if not finite.all():
+            raise ModelError(
+                f"{self._candidates.source} gives NaN or infinity on {count - int(finite.sum()):,} of {count:,} images "
+                "in fp32, with which int8 cannot be compared. Train the network again, then export it."
+            )
         trials: dict[Way, Trial] = {}
         for way in ways:
             terminal.progress(f"trying {way}")
@@ -87,7 +102,7 @@ class Chooser:
                 "correct": trial.correct,
                 "images": count,
                 "agreement": trial.agreement(fp32),
-                "loss": trial.loss,
+                "loss": trial.loss if math.isfinite(trial.loss) else None,
             }
 
         best: Way = max((way for way in ways if way != "dynamic"), key=merit)
@@ -105,11 +120,13 @@ class Chooser:
         if drop(trials[best]) <= self._max_drop:
             return choice
         choice = self._ranked(choice, images)
-        return self._put_back(
+        found = self._searched(
             choice,
-            role_of_this_machine(),
-            lambda names: drop(self._candidates.trial(best, images, in_float=names)),
+            [role_of_this_machine()],
+            lambda asked: {file: drop(self._candidates.trial(best, images, in_float=file[1])) for file in asked},
+            at_once=1,
         )
+        return self._with_layers(choice, found)
 
     def write(self, choice: Choice, files: Mapping[str, Path]) -> tuple[dict[str, Evaluation], Choice]:
         """Write the int8 files by role and return what they and fp32 say of the validation images, and the choice as it
@@ -119,50 +136,63 @@ class Chooser:
         that choose; how many, is then decided on the images that are reported, and the choice says so.
         """
         here = role_of_this_machine()
-        fp32 = self._measured(self._candidates.source)
-        measured = {"fp32": fp32}
         # The 8-bit file's sums would saturate on a processor that needs the other, and say nothing of those it is for.
-        for role in ("model", "reduced") if here == "model" else ("reduced",):
-            measured[role], choice = self._write_one(choice, role, files[role], fp32)
-        if "model" not in measured:
-            choice = replace(choice, in_float={**choice.in_float, "model": choice.in_float[here]})
-            self._candidates.write(choice.way, files["model"], in_float=choice.in_float["model"], reduce_range=False)
-        return measured, choice
+        roles = ("model", "reduced") if here == "model" else ("reduced",)
+        begun = choice.in_float[here]
+        choice = replace(choice, in_float=dict.fromkeys(("model", "reduced"), begun), missed=())
+        seen = self._measured(choice.way, [FP32, *((role, begun) for role in roles)])
 
-    def _write_one(self, choice: Choice, role: str, file: Path, fp32: Evaluation) -> tuple[Evaluation, Choice]:
-        start = choice.in_float.get(role, choice.in_float[role_of_this_machine()])
-        choice = replace(choice, in_float={**choice.in_float, role: start})
+        def drops_of(asked: Sequence[Named]) -> dict[Named, float]:
+            seen.update(self._measured(choice.way, asked))
+            return {file: accuracy_drop(seen[FP32], seen[file]) for file in asked}
 
-        def evaluated(names: Sequence[str]) -> Evaluation:
-            self._candidates.write(choice.way, file, in_float=names, reduce_range=role == "reduced")
-            return self._measured(file)
+        over = [role for role in roles if accuracy_drop(seen[FP32], seen[role, begun]) > self._max_drop]
+        if over:
+            if not choice.sensitivity:
+                choice = self._ranked(choice, read_images(self._choosing, self._preprocess))
+            choice = self._with_layers(choice, self._searched(choice, over, drops_of, at_once=TRIES))
+            choice = replace(choice, flattered=tuple(role for role in over if choice.in_float[role] != begun))
+        if here == "reduced":  # what is not measured has the same layers in float
+            choice = replace(choice, in_float=dict.fromkeys(("model", "reduced"), choice.in_float["reduced"]))
+        for role, file in files.items():
+            self._write((role, choice.in_float[role]), choice.way, file)
+        return {"fp32": seen[FP32], **{role: seen[role, choice.in_float[role]] for role in roles}}, choice
 
-        found = evaluated(start)
-        if accuracy_drop(fp32, found) <= self._max_drop:
-            return found, replace(choice, missed=tuple(name for name in choice.missed if name != role))
-        if not choice.sensitivity:
-            choice = self._ranked(choice, read_images(self._choosing, self._preprocess))
-        choice = self._put_back(choice, role, lambda names: accuracy_drop(fp32, evaluated(names)))
-        if choice.in_float[role] != start:
-            choice = replace(choice, flattered=(*choice.flattered, role))
-        return evaluated(choice.in_float[role]), choice
-
-    def _put_back(self, choice: Choice, role: str, drop_with: Callable[[Sequence[str]], float]) -> Choice:
-        """Return the choice with the fewest more layers in float that bring the drop down to `max_drop`, or, where half
-        of the layers do not, with those of before and the role marked as missed."""
+    def _searched(
+        self,
+        choice: Choice,
+        roles: Sequence[str],
+        drops_of: Callable[[Sequence[Named]], Mapping[Named, float]],
+        *,
+        at_once: int,
+    ) -> dict[str, tuple[str, ...] | None]:
+        """Return by role the fewest more layers in float, worst first, that bring the drop down to `max_drop`; None
+        where half of the layers do not. drops_of: measures several files; at_once: how many of a role at a time."""
         terminal = cli.context().terminal
-        names = [name for name, _ in choice.sensitivity]
+        ranking = tuple(name for name, _ in choice.sensitivity)
 
-        def drop_at(number: int) -> float:
-            terminal.progress(f"measuring with {number} of {len(names)} layers in float")
-            return drop_with(names[:number])
+        def measured(asked: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[float]]:
+            numbers = sorted({number for some in asked.values() for number in some})
+            terminal.progress(f"measuring with {', '.join(map(str, numbers))} of {len(ranking)} layers in float")
+            drops = drops_of([(role, ranking[:number]) for role, some in asked.items() for number in some])
+            return {role: [drops[role, ranking[:number]] for number in some] for role, some in asked.items()}
 
-        found = fewest(max(len(names) // 2, 1), drop_at, max_drop=self._max_drop, start=len(choice.in_float[role]))
+        limit = max(len(ranking) // 2, 1)
+        searches = {
+            role: fewest(limit, max_drop=self._max_drop, start=len(choice.in_float[role]), at_once=at_once)
+            for role in roles
+        }
+        found = together(searches, measured)
         terminal.stop_live()
-        missed = tuple(name for name in choice.missed if name != role)
-        if found is None:
-            return replace(choice, missed=(*missed, role))
-        return replace(choice, in_float={**choice.in_float, role: tuple(names[:found])}, missed=missed)
+        return {role: None if number is None else ranking[:number] for role, number in found.items()}
+
+    @staticmethod
+    def _with_layers(choice: Choice, found: Mapping[str, tuple[str, ...] | None]) -> Choice:
+        """Return the choice with the layers in float that were found; where none were, with those of before, and the
+        role marked as missed."""
+        good = {role: names for role, names in found.items() if names is not None}
+        missed = tuple(role for role in found if role not in good)
+        return replace(choice, in_float={**choice.in_float, **good}, missed=missed)
 
     @property
     def _choosing(self) -> Split:
@@ -176,20 +206,34 @@ class Chooser:
         terminal.stop_live()
         return replace(choice, sensitivity=tuple(ranking))
 
-    def _measured(self, file: Path) -> Evaluation:
-        session = open_session(file, threads=self._threads)
-        answer: Answer = lambda pixels: logits_of(session, pixels, self._preprocess)  # noqa: E731
+    def _measured(self, way: Way, files: Sequence[Named]) -> dict[Named, Evaluation]:
+        """Return what several files say of the validation images, each of which is decoded once for all of them."""
+        answers: dict[str, Answer] = {}
+        for place, file in enumerate(files):
+            path = self._candidates.folder / f"measured_{place}.onnx"
+            if file == FP32:
+                path = self._candidates.source
+            else:
+                self._write(file, way, path)
+            answers[str(place)] = self._answer(path)
         found = evaluate_sessions(
-            {"": answer}, split=self._samples.validation, preprocess=self._preprocess, classes=self._classes
+            answers, split=self._samples.validation, preprocess=self._preprocess, classes=self._classes
         )
-        return found[""]
+        return {file: found[str(place)] for place, file in enumerate(files)}
+
+    def _write(self, file: Named, way: Way, path: Path) -> None:
+        role, in_float = file
+        self._candidates.write(way, path, in_float=in_float, reduce_range=role == "reduced")
+
+    def _answer(self, path: Path) -> Answer:
+        session = open_session(path, threads=self._threads)
+        return lambda pixels: logits_of(session, pixels, self._preprocess)
 
     def _fastest(self, ways: Sequence[Way]) -> Way:
         if len(ways) == 1:
             return ways[0]
-        with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
-            files = {way: Path(folder) / f"{way}.onnx" for way in ways}
-            for way, file in files.items():
-                self._candidates.write(way, file)
-            times = latency({str(way): file for way, file in files.items()}, input_size=self._preprocess.input_size)
+        files = {way: self._candidates.folder / f"{way}.onnx" for way in ways}
+        for way, file in files.items():
+            self._candidates.write(way, file)
+        times = latency({str(way): file for way, file in files.items()}, input_size=self._preprocess.input_size)
         return min(ways, key=lambda way: times[way].cpu)

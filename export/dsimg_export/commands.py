@@ -1,6 +1,7 @@
 """Commands of dsimg as a program runs them: shown as a person would type them, and asked to stop with their parent."""
 
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -17,6 +18,8 @@ from dsimg.errors import StopRequested
 
 STOPPED = 75
 GO_ON = "stopped; the same command goes on from there"
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -27,6 +30,11 @@ class Command:
     stage: str
     flags: tuple[str, ...]
     ranks: int = 1
+
+    @property
+    def named(self) -> str:
+        """The command without its flags, as a message names it."""
+        return f"`python -m {self.stage}`" if "." in self.stage else f"`dsimg {self.stage}`"
 
     @property
     def module(self) -> str:
@@ -79,6 +87,7 @@ def run_command(command: Command) -> int:
                 stdout=None if chatter is None else chatter.stream.fileno(),
                 stderr=subprocess.STDOUT,
                 process_group=0,
+                preexec_fn=_end_with_parent,
             )
             if asked:
                 os.killpg(process.pid, asked[-1])
@@ -103,6 +112,12 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
     finally:
         for signum, before in former.items():
             signal.signal(signum, before)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent is killed: else it would go on, and hold its run
+    against the same command given again. Between fork and exec: nothing here takes a lock."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _free_port() -> int:

@@ -16,6 +16,7 @@ from dsimg.errors import ModelError
 from dsimg_export.session import WARM_UP_ROUNDS, Provider, noise_for, open_session, repeatable
 
 PROCESSES = 3  # the median of them
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,9 @@ class Footprint:
 
     load_seconds: float  # from the file, which was read before and so is in the system's cache
     loaded_bytes: int  # of the host's memory that are in use once the session is open
-    peak_bytes: int  # of the host's memory, at most, from there through the first runs
+    peak_bytes: (
+        int | None
+    )  # of the host's memory, at most, from there through the first runs; None: cannot be told here
 
 
 def footprint(
@@ -45,23 +48,29 @@ def footprint(
             reason = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
             raise ModelError(f"a process that opens {path} failed ({reason}). Is there enough memory for it?")
         found.append(Footprint(**json.loads(answer.stdout.splitlines()[-1])))
+    peaks = [one.peak_bytes for one in found if one.peak_bytes is not None]
     return Footprint(
         load_seconds=statistics.median(one.load_seconds for one in found),
         loaded_bytes=int(statistics.median(one.loaded_bytes for one in found)),
-        peak_bytes=int(statistics.median(one.peak_bytes for one in found)),
+        peak_bytes=int(statistics.median(peaks)) if len(peaks) == PROCESSES else None,
     )
 
 
 def _measure(path: Path, input_size: tuple[int, int, int], batch: int, threads: int, provider: Provider) -> Footprint:
     path.read_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: the file's bytes, the imports
+    try:
+        CLEAR_REFS.write_text("5")  # forget the peak so far: the file's bytes, the imports
+        forgotten = True
+    except OSError:  # some containers
+        forgotten = False
     before, start = _memory("VmRSS"), time.perf_counter()
     session = open_session(path, threads=threads, provider=provider)
     seconds, loaded = time.perf_counter() - start, _memory("VmRSS")
     step = repeatable(session, noise_for(session, batch, input_size), provider)
     for _ in range(WARM_UP_ROUNDS):
         step()
-    return Footprint(load_seconds=seconds, loaded_bytes=loaded - before, peak_bytes=_memory("VmHWM") - before)
+    peak = _memory("VmHWM") - before if forgotten else None
+    return Footprint(load_seconds=seconds, loaded_bytes=loaded - before, peak_bytes=peak)
 
 
 def _memory(name: str) -> int:

@@ -128,7 +128,7 @@ def machine(provider: Provider = "cpu") -> dict[str, Any]:
         "onnxruntime": onnxruntime.__version__,
         "pillow": PIL.__version__,
         "processor": platform.machine(),
-        "int8": "exact" if int8_is_exact() else "saturating",
+        "int8": "exact" if provider != "cpu" or int8_is_exact() else "saturating",
         "provider": provider,
     }
 
@@ -250,17 +250,50 @@ def compare_normalising(golden: Golden, preprocess: Preprocess) -> str:
     return f"up to {apart.max():.1g} apart" if apart.any() else "to the bit"
 
 
-def compare_logits(expected: NDArray[np.float32], found: NDArray[np.float32], *, tolerance: float) -> str:
-    """Return how far logits (N, C) are from those expected, as a share of the largest; beyond `tolerance`, raise."""
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """How far logits may be apart: the larger of the two."""
+
+    spread: float  # as a share of how far they differ from image to image: what answers are made of
+    peak: float  # as a share of the largest: what a value is rounded to, however alike the images' logits are
+
+
+def compare_logits(expected: NDArray[np.float32], found: NDArray[np.float32], *, limit: Limit | None) -> str:
+    """Return how far logits (N, C) are from those expected, as a share of their spread; beyond `limit`, raise RunError.
+
+    The spread is the largest range of a class over the images, not the largest logit: a bias that is much larger than
+    what the images change would hide any error. Of one image it is the largest logit.
+    """
     if found.shape != expected.shape:
         raise RunError(f"the network gives logits {found.shape}, not {expected.shape} as recorded. Copy the run again.")
-    apart = float(np.abs(found - expected).max()) / max(float(np.abs(expected).max()), 1e-30)
+    if not (np.isfinite(found).all() and np.isfinite(expected).all()):
+        text = (
+            f"logits of {_not_finite(found)} of {len(found)} images are not finite, and of {_not_finite(expected)} in "
+            "what they are compared with"
+        )
+        if limit is None:
+            return text
+        raise RunError(text)
+    apart = float(np.abs(found - expected).max())
+    peak = float(np.abs(expected).max())
+    spread = float(np.ptp(expected, axis=0).max()) if len(expected) > 1 else peak
     same = int((found.argmax(1) == expected.argmax(1)).sum())
-    how = f"up to {apart:.2g} of the largest apart" if apart else "to the bit"
+    if apart and not spread:
+        how = f"up to {apart:.2g} apart, which were alike for all images"
+    else:
+        how = f"up to {apart / spread:.2g} of their spread apart" if apart else "to the bit"
     text = f"logits {how}, the same Top-1 on {same} of {len(expected)}"
-    if not apart <= tolerance:
-        raise RunError(f"{text}; more than {tolerance:g} is not rounding")
+    if limit is None:
+        return text
+    if apart > max(limit.spread * spread, limit.peak * peak):
+        raise RunError(f"{text}; more than {limit.spread:g} is not rounding")
+    if spread <= limit.peak * peak:
+        text += "; they differ no more from image to image, which proves little"
     return text
+
+
+def _not_finite(logits: NDArray[np.float32]) -> int:
+    return int((~np.isfinite(logits)).any(axis=1).sum())
 
 
 def _apart(found: NDArray[np.float32], golden: Golden, number: int) -> float:

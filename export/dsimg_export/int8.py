@@ -6,6 +6,7 @@ import platform
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -19,7 +20,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from dsimg.errors import ModelError
 from dsimg.run import replacing
 from dsimg_export.calibrate import Range, extremes
-from dsimg_export.onnx_file import PIXEL_STEPS
+from dsimg_export.onnx_file import DEPENDS_ON_BATCH, PIXEL_STEPS, describe
 from dsimg_export.session import open_session
 
 # Softmax, layer norm and GELU stay in float: with them in int8 a small ViT's relative error was 0.44 instead of 0.04.
@@ -34,6 +35,7 @@ DYNAMIC_OPS = ("MatMul", "Gemm")
 FOLDED = ("Relu", "Clip")  # into the operator before them
 INT8_MARKS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"))
 METADATA = "dsimg."
+Activation = Literal["uint8", "int8"]
 
 
 def quantize_static_int8(
@@ -101,6 +103,12 @@ def layers(prepared: Path, ops: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def activation_type() -> Activation:
+    """Return the type of static files' activations here: unsigned on x86, where signed ones run 2.5 times slower, and
+    signed on ARM."""
+    return "int8" if platform.machine().lower() in ("arm64", "aarch64") else "uint8"
+
+
 def write_static(
     prepared: Path,
     target: Path,
@@ -112,10 +120,9 @@ def write_static(
 ) -> None:
     """Write a prepared file in int8, atomically: QDQ with these ranges of activations, but for the nodes in `exclude`.
 
-    Weights are signed, a scale an output channel, in 7 bits with `reduce_range`. Activations are unsigned on x86, where
-    signed ones run 2.5 times slower, and signed on ARM. Raises ModelError.
+    Weights are signed, a scale an output channel, in 7 bits with `reduce_range`; activations are of `activation_type`.
+    Raises ModelError.
     """
-    on_arm = platform.machine().lower() in ("arm64", "aarch64")
     data = {name: TensorData(lowest=np.float32(low), highest=np.float32(high)) for name, (low, high) in ranges.items()}
     with _tools(prepared, target), replacing(target) as temporary:
         model = onnx.load(prepared)
@@ -124,7 +131,7 @@ def write_static(
             True,  # per channel
             reduce_range,
             QuantType.QInt8,
-            QuantType.QInt8 if on_arm else QuantType.QUInt8,
+            QuantType.QUInt8 if activation_type() == "uint8" else QuantType.QInt8,
             TensorsData(CalibrationMethod.MinMax, data),
             [],  # nodes to quantize: those of the operators
             [*exclude, *PIXEL_STEPS],
@@ -137,7 +144,8 @@ def write_static(
 
 def write_dynamic(prepared: Path, target: Path, *, exclude: Collection[str] = (), reduce_range: bool = False) -> None:
     """Write a prepared file with the weights of its matrix products in int8, atomically; their inputs' ranges are
-    measured anew in each run. Convolutions stay in float: so quantized they are far slower. Raises ModelError."""
+    measured anew in each run, over the whole batch, which the file says of itself (DEPENDS_ON_BATCH).
+    Convolutions stay in float: so quantized they are far slower. Raises ModelError."""
     # A Gemm is split into a product and a sum, whose names end so.
     excluded = [name for one in exclude for name in (one, f"{one}_MatMul")]
     with _tools(prepared, target), replacing(target) as temporary:
@@ -150,14 +158,17 @@ def write_dynamic(prepared: Path, target: Path, *, exclude: Collection[str] = ()
             weight_type=QuantType.QInt8,
             nodes_to_exclude=excluded,
         )
-        _save(onnx.load(temporary), prepared, temporary)
+        model = onnx.load(temporary)
+        _save(model, prepared, temporary, said={DEPENDS_ON_BATCH: True})
 
 
-def _save(model: onnx.ModelProto, prepared: Path, target: Path) -> None:
-    """Write a quantized model with what its source says of itself, and nothing that the tools noted for one another."""
+def _save(model: onnx.ModelProto, prepared: Path, target: Path, *, said: Mapping[str, object] | None = None) -> None:
+    """Write a quantized model with what its source says of itself and what is `said`, and nothing that the tools noted
+    for one another."""
     kept = [entry for entry in onnx.load(prepared).metadata_props if entry.key.startswith(METADATA)]
     del model.metadata_props[:]
     model.metadata_props.extend(kept)
+    describe(model, said or {})
     onnx.save(model, target)
 
 
@@ -170,7 +181,10 @@ def _tools(source: Path, target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ModelError(f"cannot write {target}: {error}. Free some space there or choose another --out.") from error
+        raise ModelError(
+            f"cannot write {target}, or a temporary file for it: {error}. Free some space there; --out and TMPDIR name "
+            "other places."
+        ) from error
     except Exception as error:  # any type, on what they do not know
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelError(f"ONNX Runtime cannot quantize {source} ({reason}). Serve it in fp32.") from error

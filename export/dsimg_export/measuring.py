@@ -1,6 +1,5 @@
 """Accuracy of an ONNX session on labelled images: the figures and the report of `dsimg evaluate`, without torch."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -12,11 +11,6 @@ from dsimg.preprocess import Preprocess
 from dsimg_export.reading import read_batches
 
 Answer = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-
-
-def all_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def evaluate_session(

@@ -19,6 +19,9 @@ SENSITIVE = ("Softmax", "LayerNormalization", "ReduceMean", "ReduceSum", "Global
 # The nodes that `take_pixels` puts before the network: exact in float, and never to be quantized.
 PIXEL_STEPS = ("pixels_transpose", "pixels_cast", "pixels_scale", "pixels_shift")
 
+# What a file says of itself whose answer to an image depends on what else is in the batch.
+DEPENDS_ON_BATCH = "dsimg.depends_on_batch"
+
 
 def save_model(model: onnx.ModelProto, path: Path) -> None:
     """Write one ONNX file, atomically. Raises ModelError where the disk refuses."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from dsimg.console import bytes_text, count_text
 
+BUSY = 1.1  # wall time over processor time of one thread, as `dsimg bench` has it; beyond, other work took the core
+
 STYLE = """
 :root { color-scheme: light dark; --back: #f6f6f4; --card: #fff; --line: #e2e2dd; --text: #1d2025; --faint: #676c75;
   --fp32: #2563c9; --int8: #c2570c; --good: #2b7a3d; --limit: #b3261e; --mark: #eef4ec; }
@@ -252,11 +254,15 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> str:
 def _measured(report: Mapping[str, Any]) -> str:
     on = report["measured_on"]
     machine = on["machine"]
+    busy = ""
+    if on["waited"] is not None and on["waited"] > BUSY:
+        share = f"{1 - 1 / on['waited']:.0%}"
+        busy = f" Other work had the core for {share} of the time: trust the ratios, not the milliseconds."
     return (
         f"Latencies: median of a run with {on['batch_size']} image{'s' * (on['batch_size'] > 1)} on {on['threads']} "
         f"thread{'s' * (on['threads'] > 1)}, all files in turn in one measurement, on {machine['processor']}; ONNX "
         f"Runtime {on['onnxruntime']}, {on['provider']}. Speed: times as fast as the source in fp32. Points: against "
-        f"the source on the same images; p is McNemar's. dsimg {report['dsimg']}."
+        f"the source on the same images; p is McNemar's. dsimg {report['dsimg']}.{busy}"
     )
 
 

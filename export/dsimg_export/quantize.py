@@ -3,26 +3,27 @@
 dsimg quantize --source RUN --out RUN2
 """
 
+import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from dsimg import cli
 from dsimg.console import bytes_text
 from dsimg.errors import ConfigError
-from dsimg.evaluation import Evaluation
+from dsimg.evaluation import Evaluation, write_evaluation
 from dsimg.metrics import accuracy_text
 from dsimg.preprocess import Preprocess
+from dsimg.processor import all_cores
 from dsimg.run import Run, write_json
 from dsimg_export.choosing import Choice, Chooser, role_of_this_machine
 from dsimg_export.comparison import Comparison
 from dsimg_export.cpu import int8_is_exact
 from dsimg_export.golden import machine, read_golden, record
-from dsimg_export.int8 import check_is_fp32, default_ops, is_transformer
+from dsimg_export.int8 import activation_type, check_is_fp32, default_ops, is_transformer
 from dsimg_export.kernels import products, seconds_by_operator
-from dsimg_export.measuring import all_cores
 from dsimg_export.samples import Samples, find_samples
 from dsimg_export.session import latency
 from dsimg_export.stage import copy_described, run_short
@@ -68,47 +69,74 @@ class QuantizeConfig:
             raise ConfigError(f"--threads is {self.threads}; it must be at least 1.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is known before the run folder is claimed."""
+
+    source: Run
+    path: Path  # the fp32 file
+    samples: Samples
+    ops: tuple[str, ...]
+    ways: tuple[Way, ...]
+    encoded: tuple[bytes, ...]  # golden images
+
+
 def quantize(config: QuantizeConfig) -> Run:
     """Write an exported run in int8, twice: with weights of 8 bits, and of 7 for x86 processors without VNNI."""
     source = Run.open(config.source)
+    # What cannot be quantized is refused before there is a run that the corrected command would not fit.
+    finished = Run.state(config.out) == "finished" and not config.overwrite
+    plan = None if finished else _plan(config, source)
+
+    def body(out: Run) -> None:
+        _quantize(config, plan or _plan(config, source), out)
+
     reads = [] if config.data is None else [Path(config.data)]
-    return run_short(
-        config, stage="quantize", parents=[source], reads=reads, body=lambda out: _quantize(config, source, out)
+    return run_short(config, stage="quantize", parents=[source], reads=reads, body=body)
+
+
+def _plan(config: QuantizeConfig, source: Run) -> _Plan:
+    """Open what the source has, and raise what it lacks."""
+    path = source.file("model")
+    check_is_fp32(path)
+    return _Plan(
+        source=source,
+        path=path,
+        samples=find_samples(source, config.data, calibration_images=config.calibration_images, seed=config.seed),
+        ops=default_ops(path),
+        ways=_ways(config, path),
+        encoded=read_golden(source.file("golden")).encoded,
     )
 
 
-def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
+def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
     terminal = cli.context().terminal
-    path = source.file("model")
-    check_is_fp32(path)
-    block = source.model
+    path, samples, block = plan.path, plan.samples, plan.source.model
     preprocess = Preprocess.from_dict(block["preprocess"])
-    samples = find_samples(source, config.data, calibration_images=config.calibration_images, seed=config.seed)
-    ops = default_ops(path)
-    ways = _ways(config, path)
     threads = config.threads or all_cores()
     terminal.table(
         "plan",
         [
-            ("source", f"{source.path}: {block['arch']}, {bytes_text(path.stat().st_size)}"),
+            ("source", f"{plan.source.path}: {block['arch']}, {bytes_text(path.stat().st_size)}"),
             ("calibration", f"{len(samples.calibration.files):,} images of {samples.calibration.folder}"),
             ("choosing", _choosing_text(samples)),
             ("reported on", f"{len(samples.validation.files):,} images of {samples.validation.folder}"),
             *(("", note) for note in samples.notes),
-            ("methods", ", ".join(ways)),
-            ("operators", ", ".join(ops)),
+            ("methods", ", ".join(plan.ways)),
+            ("operators", ", ".join(plan.ops)),
             ("allowed drop", f"{100 * config.max_drop:g} points"),
             ("this machine", "sums 8-bit products exactly" if int8_is_exact() else "needs weights of 7 bits (no VNNI)"),
         ],
     )
-    copy_described(source, out, block["classes"])
-    with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
+    copy_described(plan.source, out, block["classes"])
+    # Beside the result: where there is room for that, there is for what is tried. A killed run's is removed.
+    with tempfile.TemporaryDirectory(dir=out.path, prefix=".trials-", suffix=".tmp") as folder:
         candidates = Candidates(
             path,
             Path(folder),
             calibration=samples.calibration,
             preprocess=preprocess,
-            ops=ops,
+            ops=plan.ops,
             threads=threads,
             reduce_range=role_of_this_machine() == "reduced",
         )
@@ -120,9 +148,11 @@ def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
             max_drop=config.max_drop,
             threads=threads,
         )
-        choice = chooser.choose(ways)
+        choice = chooser.choose(plan.ways)
         measured, choice = chooser.write(choice, {role: out.path / name for role, name in FILES.items()})
-        write_json(out.path / "calibration.json", _calibration(samples, candidates, choice))
+    dynamic = choice.way == "dynamic"
+    used = () if dynamic else tuple(file for file in samples.calibration.files if file not in candidates.unreadable)
+    write_json(out.path / "calibration.json", _calibration(samples, used, candidates, choice))
     role = role_of_this_machine()
     files = {"fp32": path, "int8": out.path / FILES[role]}
     comparison = Comparison(
@@ -137,9 +167,11 @@ def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
     written = {role: out.path / name for role, name in FILES.items()}
     # What a saturating processor makes of the 8-bit file is not what others are to compare with.
     right = {name: file for name, file in written.items() if name in measured}
-    encoded = read_golden(source.file("golden")).encoded
-    golden = record(encoded, right, preprocess=preprocess, classes=block["classes"])
+    golden = record(plan.encoded, right, preprocess=preprocess, classes=block["classes"])
     golden.save(out.path / "golden.safetensors")
+    described = {"file": FILES[role], "role": role, "provider": "cpu"}
+    reported = replace(measured[role], report={**measured[role].report, "measured": described})
+    write_evaluation(out.path, reported, block["classes"])
     sizes = {"fp32": path.stat().st_size, **{role: file.stat().st_size for role, file in written.items()}}
     metrics = {
         "method": choice.way,
@@ -148,7 +180,9 @@ def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
         "chosen_on": choice.chosen_on,
         "flattered": list(choice.flattered),
         "max_drop": config.max_drop,
-        "calibration_images": len(samples.calibration.files) - len(candidates.unreadable),
+        "calibration_images": len(used),
+        "activation": "uint8" if dynamic else activation_type(),
+        "depends_on_batch": dynamic,
         "role": role,
         "bytes": sizes,
         "machine": machine(),
@@ -161,6 +195,7 @@ def _quantize(config: QuantizeConfig, source: Run, out: Run) -> None:
         [
             ("method", choice.way),
             ("", _tried_text(choice)),
+            *([("", "ranges are those of a whole batch: dsimg runs the file image by image")] if dynamic else []),
             ("layers in float", _layers_text(choice, role, len(candidates.layers))),
             *comparison.rows(),
             *_twin_rows(choice, role, measured, len(candidates.layers)),
@@ -182,16 +217,20 @@ def _ways(config: QuantizeConfig, path: Path) -> tuple[Way, ...]:
     return ("minmax", "percentile", "mse", *(("dynamic",) if is_transformer(path) else ()))
 
 
-def _calibration(samples: Samples, candidates: Candidates, choice: Choice) -> dict[str, Any]:
+def _calibration(samples: Samples, used: tuple[str, ...], candidates: Candidates, choice: Choice) -> dict[str, Any]:
+    """Return what the ranges are from; used: the calibration images, none where ranges are measured in each run."""
     return {
         "method": choice.way,
         "folder": str(samples.calibration.folder),
-        "files": [file for file in samples.calibration.files if file not in candidates.unreadable],
+        "files": list(used),
         "unreadable": candidates.unreadable,
         "choosing_files": list(samples.choosing.files),
         "ranges": {name: list(ends) for name, ends in candidates.ranges(choice.way).items()},
         "in_float": {role: list(names) for role, names in choice.in_float.items()},
-        "sensitivity": [{"layer": name, "relative_error": error} for name, error in choice.sensitivity],
+        "sensitivity": [
+            {"layer": name, "relative_error": error if math.isfinite(error) else None}
+            for name, error in choice.sensitivity
+        ],
     }
 
 

@@ -2,7 +2,6 @@
 lock."""
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg.preprocess import Preprocess, read_pixels
+from dsimg.processor import all_cores
 
 PART = 8  # files a task
 
@@ -23,7 +23,7 @@ def read_batches(
 
     Unreadable files are left out of a batch, which may then be smaller, or empty. threads: None is one a core.
     """
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or all_cores()
     places = [range(start, min(start + PART, len(files))) for start in range(0, len(files), PART)]
     ahead = max(2 * count, -(-2 * batch_size // PART))
     with ThreadPoolExecutor(count, thread_name_prefix="decode") as pool:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsimg.errors import ConfigError, DataError
+from dsimg.errors import ConfigError, DataError, RunError
+from dsimg.evaluation import is_folder, missing_notes, recorded_split
 from dsimg.folder import ImageFolder, Split, find_images, find_labelled, read_index
-from dsimg.run import Run
+from dsimg.run import Run, read_json
 
 CHOOSING_IMAGES = 1000  # at most; their pixels are kept in memory
 
@@ -74,30 +75,51 @@ def _folder(run: Run, data: str | None, seed: int) -> ImageFolder:
     if data is None:
         if index is None:
             raise ConfigError(f"{run.path} does not know the images it was trained with. Give them with --data.")
-        missing = [split.folder for split in (index.train, index.val) if not split.folder.is_dir()]
+        missing = [split.folder for split in (index.train, index.val) if not is_folder(split.folder)]
         if missing:
             raise DataError(f"{missing[0]}, which the run was trained with, is not there. Give its place with --data.")
         return index
     root = Path(data)
-    if index is not None and root.resolve() == index.root.resolve():
+    if index is not None and is_folder(root) and root.resolve() == index.root.resolve():
         return index
     if index is not None and index.train.folder == index.val.folder:
         # A share of each class was drawn for validation: the same one, where the folder has only moved.
-        train, val = (_moved(split, index.root, root) for split in (index.train, index.val))
-        if all((split.folder / file).is_file() for split in (train, val) for file in split.files):
-            return ImageFolder(root, index.classes, train, val, index.notes)
+        here, held_out = (recorded_split(split, index.root, root) for split in (index.train, index.val))
+        if here is not None and held_out is not None:
+            gone = [f"to train on, {note}" for note in missing_notes(index.train, here)]
+            gone += [f"held out, {note}" for note in missing_notes(index.val, held_out)]
+            return ImageFolder(root, index.classes, here, held_out, (*index.notes, *gone))
     classes = list(run.model["classes"])
-    if not (root / "train").is_dir():
+    if not is_folder(root / "train"):
         pool, notes = find_labelled(root, classes)
-        return ImageFolder(root, tuple(classes), pool, subset(pool, []), notes)
-    folder = find_images(root, seed=seed)
+        return ImageFolder(root, tuple(classes), pool, subset(pool, []), (*notes, *_seen(pool, index)))
+    drawn_by = _training_seed(run)
+    folder = find_images(root, seed=seed if drawn_by is None else drawn_by)
     unknown = sorted(set(folder.classes) - set(classes))
     if unknown:
         raise DataError(f"{root} has the class '{unknown[0]}', which {run.path} does not know. Give its own images.")
     label = np.array([classes.index(name) for name in folder.classes])
     train, val = (Split(split.folder, split.files, label[split.labels]) for split in (folder.train, folder.val))
-    return ImageFolder(root, tuple(classes), train, val, folder.notes)
+    notes = _seen(val, index) if val.folder == train.folder else ()
+    return ImageFolder(root, tuple(classes), train, val, (*folder.notes, *notes))
 
 
-def _moved(split: Split, old: Path, new: Path) -> Split:
-    return Split(new / split.folder.relative_to(old), split.files, split.labels)
+def _training_seed(run: Run) -> int | None:
+    """Return the seed by which the run's nearest ancestor with one drew its validation images; None where no such run
+    is there."""
+    manifest = run.manifest or {}
+    while manifest.get("seed") is None:
+        parents = manifest.get("parents") or [{"path": ""}]
+        path = Path(parents[0]["path"]) / "run.json"
+        try:
+            manifest = read_json(path)
+        except RunError:
+            return None
+    return int(manifest["seed"])
+
+
+def _seen(drawn: Split, index: ImageFolder | None) -> tuple[str, ...]:
+    """Return the note on images that are reported on and that nothing kept out of training."""
+    if index is not None and set(index.train.files).isdisjoint(drawn.files):
+        return ()
+    return ("what training held out is not known here: images of training may be among those reported on",)

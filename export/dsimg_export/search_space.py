@@ -1,7 +1,7 @@
 """The networks that `dsimg compress` may try, what each costs to try, and when one can no longer win."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -113,13 +113,16 @@ def why_not(
     *,
     probed: Mapping[tuple[str, float], Probed],
     measured: Mapping[Candidate, Measured],
+    trained: Mapping[tuple[str, float], Measured],
+    failed: Collection[Candidate],
     floor: float,
     target: float | None,
 ) -> str | None:
     """Return why a candidate cannot win, as far as is known, or None.
 
-    measured: the finished candidates. floor: the least accuracy that is good enough. target: seconds of one run, or
-    None. A network counts as not good enough only where its whole interval lies below the floor.
+    measured: the finished candidates. trained: what training said of networks, by architecture and ratio. failed:
+    those that there will not be. floor: the least accuracy that is good enough. target: seconds of one run, or None. A
+    network counts as not good enough only where its whole interval lies below the floor.
     """
     known = probed[candidate.arch, candidate.ratio]
     if known.error is not None:
@@ -127,32 +130,41 @@ def why_not(
     seconds = known.seconds[candidate.precision]
     if target is not None and seconds > PROBE_SLACK * target:
         return f"too slow: {ms(seconds)} before training, and {ms(target)} is asked for"
+
+    def no_faster_than(other: float) -> bool:
+        fits_alone = target is not None and seconds <= target < other
+        return seconds > WORTH * other and not fits_alone
+
     good = [one for one, found in measured.items() if found.accuracy >= floor]
     best = min(good, key=lambda one: seconds_of(one, probed), default=None)
-    if best is not None and seconds > WORTH * seconds_of(best, probed):
+    if best is not None and no_faster_than(seconds_of(best, probed)):
         times = f"{ms(seconds)} and {ms(seconds_of(best, probed))}"
         return f"not {1 - WORTH:.0%} faster than {best.name}, which is good enough: {times}"
-    for name, other in _larger(candidate, probed):
-        if seconds > WORTH * other:
-            return f"not {1 - WORTH:.0%} faster than {name}, which loses less: {ms(seconds)} and {ms(other)}"
-    for one, found in measured.items():
-        same = one.arch == candidate.arch and one.precision == "fp32"
-        if same and found.high < floor and one.ratio >= candidate.ratio:
-            smaller = "int8 would have to be better" if one.network == candidate.network else "it is the wider one"
-            return f"{one.name} is not good enough ({found.accuracy:.2%}), and {smaller}"
+    for larger in _larger(candidate, probed):
+        other = seconds_of(larger, probed)
+        if larger not in failed and no_faster_than(other):
+            return f"not {1 - WORTH:.0%} faster than {larger.name}, which loses less: {ms(seconds)} and {ms(other)}"
+    known_of = {(one.arch, one.ratio): found for one, found in measured.items() if one.precision == "fp32"}
+    for (arch, ratio), found in {**trained, **known_of}.items():
+        if arch != candidate.arch or found.high >= floor:
+            continue
+        said = f"{network_name(arch, ratio)} is not good enough ({found.accuracy:.2%})"
+        if ratio > candidate.ratio:
+            return f"{said}, and it is the wider one"
+        if ratio == candidate.ratio and candidate.precision == "int8":
+            return f"{said}, and int8 would have to be better"
     return None
 
 
-def _larger(candidate: Candidate, probed: Mapping[tuple[str, float], Probed]) -> list[tuple[str, float]]:
-    """Return name and seconds of what a candidate can only be less accurate than: wider, or in fp32."""
+def _larger(candidate: Candidate, probed: Mapping[tuple[str, float], Probed]) -> list[Candidate]:
+    """Return what a candidate can only be less accurate than: wider, or in fp32."""
     found = [
-        (Candidate(arch=arch, ratio=ratio, precision=candidate.precision).name, known.seconds[candidate.precision])
+        Candidate(arch=arch, ratio=ratio, precision=candidate.precision)
         for (arch, ratio), known in probed.items()
         if arch == candidate.arch and ratio > candidate.ratio and known.error is None
     ]
     if candidate.precision == "int8":
-        seconds = probed[candidate.arch, candidate.ratio].seconds["fp32"]
-        found.append((Candidate(arch=candidate.arch, ratio=candidate.ratio, precision="fp32").name, seconds))
+        found.append(Candidate(arch=candidate.arch, ratio=candidate.ratio, precision="fp32"))
     return found
 
 

@@ -11,6 +11,7 @@ from dsimg.errors import RunError
 from dsimg.preprocess import Preprocess, normalise
 from dsimg.run import Run
 from dsimg_export.cpu import int8_is_exact
+from dsimg_export.onnx_file import DEPENDS_ON_BATCH
 from dsimg_export.session import INPUT, OUTPUT, Provider, open_session, takes_pixels
 
 
@@ -33,23 +34,29 @@ class Served:
 def logits_of(
     session: onnxruntime.InferenceSession, pixels: NDArray[np.uint8], preprocess: Preprocess
 ) -> NDArray[np.float32]:
-    """Return what a session says of pixels (N, H, W, 3): (N, C). They are normalised here unless its file does that."""
+    """Return what a session says of pixels (N, H, W, 3): (N, C). They are normalised here unless its file does that.
+
+    A file whose answers depend on the batch is given one image at a time.
+    """
     images = pixels if takes_pixels(session) else normalise(pixels, preprocess)
-    result: NDArray[np.float32] = session.run([OUTPUT], {INPUT: images})[0]
-    return result
+    size = 1 if DEPENDS_ON_BATCH in session.get_modelmeta().custom_metadata_map else max(len(images), 1)
+    parts = [images[start : start + size] for start in range(0, len(images), size)] or [images]
+    answers: list[NDArray[np.float32]] = [session.run([OUTPUT], {INPUT: part})[0] for part in parts]
+    return np.concatenate(answers)
 
 
-def role_here(run: Run) -> str:
-    """Return the role of the file for this processor: `reduced` where it is there and int8 sums would saturate."""
-    return "reduced" if run.has("reduced") and not int8_is_exact() else "model"
+def role_here(run: Run, provider: Provider = "cpu") -> str:
+    """Return the role of the file to run: `reduced` where it is there and int8 sums would saturate, on this processor's
+    account; a GPU sums exactly beside any processor."""
+    return "reduced" if provider == "cpu" and run.has("reduced") and not int8_is_exact() else "model"
 
 
 def open_served(run: Run, *, role: str | None = None, threads: int = 1, provider: Provider = "cpu") -> Served:
-    """Open the ONNX file of a run, checked against its hash. `role` None takes the one for this processor.
+    """Open the ONNX file of a run, checked against its hash. `role` None takes the one for this machine.
 
     Raises RunError: the run has no such file, or it is damaged; ModelError and ConfigError as `open_session`.
     """
-    role = role or role_here(run)
+    role = role or role_here(run, provider)
     path = run.file(role)
     block = run.model
     session = open_session(path, threads=threads, provider=provider)

@@ -76,7 +76,7 @@ def open_session(
     Its threads do not spin between runs, where they would take the cores from decoding or from another session.
     without: optimisers of ONNX Runtime's that are not to run; adjust: changes the options before the session is made.
     Raises ModelError: no such file, not a whole ONNX file, an operator that this ONNX Runtime does not know.
-    Raises ConfigError: a provider that this machine does not have.
+    Raises ConfigError: a provider that this machine does not have, or TensorRT for an int8 file.
     """
     options = _options(threads, without)
     if adjust is not None:
@@ -197,6 +197,11 @@ def _options(threads: int, without: Sequence[str] = ()) -> onnxruntime.SessionOp
     return options
 
 
+def is_int8(model: onnx.ModelProto) -> bool:
+    """Tell whether an ONNX model computes in int8: whether any of its operators quantizes."""
+    return any("Quantize" in node.op_type or "Integer" in node.op_type for node in model.graph.node)
+
+
 def takes_pixels(session: onnxruntime.InferenceSession) -> bool:
     """Tell whether a session takes pixels (N, H, W, 3) uint8, and not normalised images (N, 3, H, W) float32."""
     return bool(session.get_inputs()[0].type == "tensor(uint8)")
@@ -211,10 +216,22 @@ def noise_for(session: onnxruntime.InferenceSession, batch: int, input_size: tup
     return random.standard_normal((batch, *input_size), dtype=np.float32)
 
 
+def _load(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.load(path)
+    except Exception as error:  # protobuf's own has no public name
+        raise ModelError(f"{path} is not a whole ONNX file ({error}). Copy or export it again.") from error
+
+
 def _open(path: Path, options: onnxruntime.SessionOptions, provider: Provider) -> onnxruntime.InferenceSession:
     if not path.is_file():
         raise ModelError(f"{path} does not exist. Give the path of an ONNX file.")
     name = PROVIDERS[provider]
+    if provider == "tensorrt" and is_int8(_load(path)):
+        raise ConfigError(
+            f"--provider tensorrt: {path} is in int8 with zero points, and TensorRT takes only symmetric int8. Give "
+            "the exported run that it was made from, or --provider cuda."
+        )
     if provider != "cpu":
         # Otherwise ONNX Runtime would take the CPU without a word, for the whole network or for parts of it.
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

@@ -40,7 +40,7 @@ def run_short(
     """Run `body`, which writes the files of the run and finishes it, unless that was done; return the run.
 
     `free` names flags, beyond those of every such stage, that change nothing in the run. Raises RunError as
-    `Run.begin`, and where a run that was begun would go on with other parents.
+    `Run.begin`, and where a run was begun with parents that have been made anew since.
     """
     path = config.out
     if Run.state(path) != "new":
@@ -54,6 +54,8 @@ def run_short(
         reads=reads,
         overwrite=config.overwrite,
     )
+    if state != "new":
+        Run.check_parents(path, [parent.path for parent in parents])
     if state == "finished":
         cli.context().terminal.say(
             f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
@@ -61,9 +63,18 @@ def run_short(
         return run
     hold_lock(path)
     if state == "unfinished":
-        Run.check_parents(path, [parent.path for parent in parents])
+        _remove_half_written(path)
     body(run)
     return Run.open(path)
+
+
+def _remove_half_written(path: Path) -> None:
+    """Remove what a killed process was writing (`run.replacing`), which may be as large as the network."""
+    for left in path.glob(".*.tmp"):
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
 
 
 def copy_described(source: Run | None, out: Run, classes: Sequence[str]) -> None:

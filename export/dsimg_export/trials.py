@@ -1,5 +1,6 @@
 """The ways of quantizing one network: ranges found once, files written and tried on images as often as needed."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,7 +43,7 @@ class Trial:
     logits: NDArray[np.float32]  # (N, C)
     top1: NDArray[np.int64]  # (N,)
     correct: int
-    loss: float
+    loss: float  # mean of those that are finite; infinite where none is
 
     def agreement(self, other: "Trial") -> float:
         """Return the share of images on which two files have the same Top-1."""
@@ -66,6 +67,7 @@ class Candidates:
         """folder: for files that are not kept. reduce_range: whether trials are written with weights of 7 bits, as this
         processor needs them. Raises ModelError."""
         self.source = source
+        self.folder = folder
         self.prepared = folder / "prepared.onnx"
         self.unreadable: dict[str, str] = {}  # calibration images
         self._scratch = folder / "trial.onnx"
@@ -116,7 +118,9 @@ class Candidates:
         )
         rows = measure(logits, images.labels, np.arange(len(logits)))
         top1 = rows[:, 3].astype(np.int64)
-        return Trial(logits, top1, int((top1 == images.labels).sum()), float(rows[:, 1].mean()))
+        losses = rows[np.isfinite(rows[:, 1]), 1]
+        loss = float(losses.mean()) if len(losses) else math.inf
+        return Trial(logits, top1, int((top1 == images.labels).sum()), loss)
 
     def sensitivity(self, way: Way, images: Images, said: Callable[[str], None]) -> list[tuple[str, float]]:
         """Return the layers with the relative error of the logits when each alone is in int8, the largest first."""

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from dsimg.errors import DsimgError
-from dsimg.evaluate import EvaluateConfig, evaluate
+from dsimg.errors import DsimgError, RunError
+from dsimg.evaluate import EvaluateConfig, evaluate, evaluation_folder
+from dsimg.run import Run
 from dsimg.train import TrainConfig, train
+from dsimg_export import measuring
 from tests.conftest import Launch, make_folder
+from tests.export.runs import write_run
 
 COUNTS = ("images", "correct", "confusion", "per_class")
 
@@ -97,6 +100,29 @@ def test_a_data_set_that_was_moved_gives_the_held_out_images(tmp_path: Path) -> 
 def test_an_evaluation_does_not_replace_a_runs_own(trained: Path) -> None:
     with pytest.raises(DsimgError, match="is a run folder"):
         evaluate(EvaluateConfig(source=trained / "run", out=trained / "run"))
+
+
+def test_a_place_that_cannot_hold_an_evaluation_is_an_error_with_a_remedy(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(RunError, match=r"cannot make the folder .* Choose another --out"):
+            evaluation_folder(EvaluateConfig(source=trained / "run", out=out), Run.open(trained / "run"))
+
+
+def test_workers_0_is_one_thread_for_an_onnx_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    measured = measuring.evaluate_session
+
+    def counted(*args: Any, threads: int | None, **options: Any) -> Any:
+        asked.append(threads)
+        return measured(*args, threads=threads, **options)
+
+    monkeypatch.setattr(measuring, "evaluate_session", counted)
+    make_folder(tmp_path / "data", classes=("ant", "bee"), train=1, val=1)
+    run = write_run(tmp_path / "run")
+    for workers in (None, 0, 1, 3):
+        evaluate(EvaluateConfig(source=run.path, data=str(tmp_path / "data"), out=tmp_path / "out", workers=workers))
+    assert asked == [None, 1, 1, 3]
 
 
 def test_data_that_is_gone_is_said_to_be_gone(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def test_an_exported_run_is_measured_as_the_network_was(trained: Path, exported:
     for index, source in enumerate((trained / "run", exported.path)):
         evaluate(EvaluateConfig(source=source, out=tmp_path / str(index)))
         found.append(json.loads((tmp_path / str(index) / "evaluation.json").read_text()))
+    assert "measured" not in found[0]
+    assert found[1]["measured"] == {"file": "model.onnx", "role": "model", "provider": "cpu"}
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
     assert {key: found[0][key] for key in ("images", "correct", "confusion")} == {
         key: found[1][key] for key in ("images", "correct", "confusion")
@@ -239,6 +241,55 @@ def test_values_beyond_half_precision_are_refused_with_the_remedy(tmp_path: Path
     with pytest.raises(ModelError, match="leave the range of fp16; give --dtype fp32"):
         export(without_run(tmp_path, "loud", dtype="fp16"))
     assert not (tmp_path / "out" / "run.json").exists()
+
+
+def hot(num_classes: int) -> nn.Module:
+    """A network of small weights whose activations alone are beyond half precision; its logits are of order 1."""
+    first, last = nn.Conv2d(3, 4, 3), nn.Linear(4, num_classes)
+    nn.init.constant_(first.weight, 3000.0)
+    nn.init.constant_(first.bias, 60_000.0)
+    last.weight.data = torch.arange(4.0 * num_classes).reshape(num_classes, 4) * 1e-5
+    return nn.Sequential(first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+
+
+def test_activations_beyond_half_precision_are_refused_by_layer_and_leave_the_folder_free(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"values of layer '0' reach 1?\d\d,\d{3}, beyond 65,504: they leave the range"
+    ):
+        export(without_run(tmp_path, "hot", dtype="fp16"))
+    assert not (tmp_path / "out").exists()
+    export(without_run(tmp_path, "hot"))
+
+
+def test_a_command_put_right_finds_the_folder_free(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is no run folder"):
+        export(ExportConfig(source="no/such/run", out=tmp_path / "out"))
+    with pytest.raises(ModelError, match="Give --opset 18"):
+        export(ExportConfig(source=str(trained / "run"), out=tmp_path / "out", opset=13))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot read --preprocess"), ("[1]", "must hold a JSON object")]
+)
+def test_a_preprocess_that_cannot_be_read_is_said_to_be_that(tmp_path: Path, content: str | None, message: str) -> None:
+    config = without_run(tmp_path, "zero_head")
+    assert config.preprocess is not None
+    config.preprocess.unlink()
+    if content is not None:
+        config.preprocess.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        export(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_images_are_golden_once_each(trained: Path, tmp_path: Path) -> None:
+    make_folder(tmp_path / "few", classes=CLASSES, train=1, val=1)
+    run = export(ExportConfig(source=str(trained / "run"), out=tmp_path / "out", data=str(tmp_path / "few")))
+    encoded = read_golden(run.file("golden")).encoded
+    assert len(encoded) == len(set(encoded)) == 4  # three, and one turned
+    assert run.manifest is not None
+    assert run.manifest["metrics"]["parity"]["spread"] > 0
 
 
 def test_the_same_command_does_nothing_and_another_is_refused(

@@ -420,6 +420,17 @@ def test_a_finished_run_has_nothing_to_do(root: Path, pruned: Run, capsys: pytes
         prune(PruneConfig(target_macs=0.4, **config))
 
 
+def test_a_finished_run_of_a_source_that_was_made_anew_is_refused(root: Path, pruned: Run) -> None:
+    manifest = root / "source" / "run.json"
+    before = manifest.read_bytes()
+    manifest.write_text(json.dumps({**json.loads(before), "created": "later"}))
+    try:
+        with pytest.raises(DsimgError, match=r"source is not the run that .* began with: .* --overwrite"):
+            prune(PruneConfig(target_macs=0.5, source=root / "source", out=pruned.path, **QUICK))
+    finally:
+        manifest.write_bytes(before)
+
+
 EVERY = (
     "config.json",
     "source.json",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dsimg.errors import RunError
-from dsimg.run import Run, write_atomically, write_json
+from dsimg.run import Run, make_folder, write_atomically, write_json
 
 CONFIG = {"model": "resnet18", "epochs": 3, "workers": 2, "size": (1, 2)}
 MODEL = {"arch": "resnet18", "num_classes": 2, "classes": ["ant", "bee"], "preprocess": {}}
@@ -121,3 +121,20 @@ def test_a_run_cannot_replace_the_run_that_it_reads(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="lie in one another"):
         Run.begin(tmp_path / "a", stage="train", config=CONFIG, parents=[parent], overwrite=True)
     assert Run.open(tmp_path / "a").manifest == parent.manifest
+
+
+def test_a_folder_for_other_files_is_made_and_is_no_run(tmp_path: Path) -> None:
+    assert make_folder(tmp_path / "a" / "b").is_dir()
+    assert make_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    with pytest.raises(RunError, match=r"run is a run folder, whose files would be replaced\. Choose another --out\."):
+        make_folder(finished_run(tmp_path / "run").path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RunError, match=r"cannot make the folder .*file.*: .+\. Choose another --out\."):
+            make_folder(path)
+
+
+def test_a_folder_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(RunError, match=r"cannot write into .*: it is read-only for this user\. Choose another --out\."):
+        make_folder(tmp_path)

@@ -73,6 +73,17 @@ def test_a_chain_that_moved_as_a_whole_is_found_beside_the_run(chain: Path, tmp_
     assert steps[2].data["there"] is False
 
 
+def test_a_path_that_was_given_from_another_folder_is_no_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parent = write_run(Path("runs") / "parent")
+    write_run(Path("runs") / "search" / "file", parents=(parent,))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    step, above = ancestry(Run.open(tmp_path / "runs" / "search" / "file"))
+    assert (step.parents[0].path, step.parents[0].state) == (tmp_path / "runs" / "parent", "here")
+    assert above.run.path == tmp_path / "runs" / "parent"
+
+
 def test_a_parent_that_was_made_anew_or_is_gone_is_said_and_not_followed(
     chain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

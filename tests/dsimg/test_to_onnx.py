@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -11,6 +12,12 @@ from dsimg_export.session import open_session
 from tests.nets import with_batchnorm
 
 SIZE = (3, 32, 32)
+IMAGES = torch.randn(8, *SIZE, generator=torch.Generator().manual_seed(2))
+
+
+def parity_logits(model):
+    with torch.no_grad():
+        return copy.deepcopy(model).eval()(IMAGES).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +108,37 @@ def test_a_zero_head_makes_parity_vacuous(network, tmp_path, bias):
     to_onnx(silent, tmp_path / "model.onnx", input_size=SIZE)
     found = parity(silent, tmp_path / "model.onnx", torch.randn(2, *SIZE))
     assert (found.max_error, found.relative_error, found.vacuous) == (0.0, 0.0, True)
+
+
+def test_an_error_is_measured_against_what_images_make_differ(network, exported, tmp_path):
+    """Beside a large bias a file that says the same of every image is within 1e-3 of the largest logit."""
+    biased, constant = copy.deepcopy(network), copy.deepcopy(network)
+    spread = np.ptp(parity_logits(network), axis=0).max()
+    biased[6].bias.data += 1000 * spread
+    constant[6].bias.data = torch.from_numpy(parity_logits(biased).mean(0))
+    nn.init.zeros_(constant[6].weight)
+    to_onnx(constant, tmp_path / "constant.onnx", input_size=SIZE)
+    to_onnx(biased, tmp_path / "biased.onnx", input_size=SIZE)
+    wrong, right = (parity(biased, tmp_path / f"{name}.onnx", IMAGES) for name in ("constant", "biased"))
+    assert not wrong.vacuous
+    assert wrong.spread == pytest.approx(spread, rel=1e-2)
+    assert wrong.relative_error < 1e-3
+    assert not wrong.within(of_peak=1e-3, of_spread=0.05)
+    assert right.within(of_peak=1e-3, of_spread=0.05)
+
+
+def test_few_images_are_repeated_to_a_batch_of_eight(network, exported, monkeypatch):
+    sizes = []
+    session = open_session(exported)
+
+    class Counted:
+        def run(self, outputs, inputs):
+            sizes.append(len(inputs["images"]))
+            return session.run(outputs, inputs)
+
+    monkeypatch.setattr("dsimg.to_onnx.open_session", lambda path: Counted())
+    assert parity(network, exported, IMAGES[:2]).same_top1 == 1.0
+    assert sizes == [8, 1, 2, 3]
 
 
 class OneBatch(nn.Module):

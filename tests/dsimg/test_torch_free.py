@@ -18,6 +18,7 @@ FREE = [
     "digits",
     "evaluation",
     "evaluate",
+    "pictures",
     "predict",
     "show",
     "processor",

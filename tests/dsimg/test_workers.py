@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dsimg import workers
 from dsimg.data import TrainImages, TrainLoader
 from dsimg.errors import DeviceError
 from dsimg.folder import Split
@@ -25,7 +26,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Split:
 
 
 def test_each_rank_decodes_with_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(20)))
+    monkeypatch.setattr(workers, "all_cores", lambda: 20)
     assert [decoding_workers(ranks) for ranks in (1, 3, 8, 32)] == [8, 6, 2, 1]
 
 

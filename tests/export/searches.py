@@ -11,6 +11,7 @@ from dsimg.errors import StopRequested
 from dsimg.metrics import wilson_interval
 from dsimg.run import Run, sha256, write_json
 from dsimg_export.commands import Command
+from dsimg_export.cpu import processor_name
 from tests.export.runs import MODEL
 
 IMAGES = 1000
@@ -32,11 +33,21 @@ def write_source(path: Path, *, arch: str = "cifar_resnet56") -> Run:
     return Run.open(path)
 
 
+def report_of(right: int) -> dict[str, Any]:
+    """Return what a report says of its images."""
+    top1 = {"value": right / IMAGES, "interval": list(wilson_interval(right, IMAGES))}
+    return {"images": IMAGES, "top1": top1}
+
+
 @dataclass
 class Played:
     """Plays commands. `right`: images that a file has right, of IMAGES; those that are not named have 900."""
 
     right: Mapping[str, int] = field(default_factory=dict)
+    trained: Mapping[str, int] = field(default_factory=dict)  # the same of networks after their training
+    vanishes: str | None = None  # the name of the folder whose command ends well and leaves nothing
+    wrong: Mapping[str, str] = field(default_factory=dict)  # why the probe finds no such network, by architecture
+    others: str | None = None  # the name of the file that is measured on other images
     fails: Mapping[str, int] = field(default_factory=dict)  # by the name of the folder: exit code
     stops_at: str | None = None  # the name of the folder
     ms: Mapping[str, float] = field(default_factory=dict)  # in the final measurement; the probe's where not named
@@ -50,18 +61,22 @@ class Played:
         self.ran.append(f"{command.stage.removeprefix('dsimg.')} {name}")
         if name == self.stops_at:
             raise StopRequested("stopped")
+        if name == self.vanishes:
+            return 0
         if name in self.fails:
             return self.fails[name]
         sources = flags[flags.index("--source") + 1 :]
         if command.stage == "dsimg.probe":
             self._probe(flags, out)
         elif command.stage == "evaluate":
-            self._evaluate(out, self.right.get(name, 900))
+            self._evaluate(out, self.right.get(name, 900), first=int(name == self.others))
         elif command.stage == "bench":
             self._bench([Path(one) for one in sources[: sources.index("--batch_sizes")]], out)
         else:
             run, _ = Run.begin(out, stage=command.stage, config={}, parents=[Run.open(Path(sources[0]))])
-            run.finish(seed=0, model={**MODEL, "arch": name.split("_0.")[0]}, metrics={})
+            right = self.trained.get(name)
+            metrics = {} if right is None else {"validation": report_of(right)}
+            run.finish(seed=0, model={**MODEL, "arch": name.split("_0.")[0]}, metrics=metrics)
         return 0
 
     def _probe(self, flags: list[str], out: Path) -> None:
@@ -69,20 +84,20 @@ class Played:
         networks: list[dict[str, Any]] = []
         for (model, ratio), (macs, fp32, int8) in PROBED.items():
             if ratio in ratios and (model == "cifar_resnet56" or model in flags):
-                seconds = {"fp32": fp32 / 1000, "int8": int8 / 1000}
-                networks.append(
-                    {"model": model, "ratio": ratio, "error": None, "macs": macs, "parameters": 7, "seconds": seconds}
-                )
+                entry: dict[str, Any] = {"model": model, "ratio": ratio, "error": self.wrong.get(model), "seconds": {}}
+                if entry["error"] is None:
+                    seconds = {"fp32": fp32 / 1000, "int8": int8 / 1000}
+                    entry |= {"macs": macs, "parameters": 7, "seconds": seconds}
+                networks.append(entry)
         write_json(out, {"networks": networks})
 
-    def _evaluate(self, out: Path, right: int) -> None:
-        out.mkdir(parents=True)
-        top1 = {"value": right / IMAGES, "interval": list(wilson_interval(right, IMAGES))}
-        write_json(out / "evaluation.json", {"images": IMAGES, "top1": top1})
+    def _evaluate(self, out: Path, right: int, *, first: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "evaluation.json", report_of(right))
         with (out / "predictions.csv").open("w", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(["file", "correct"])
-            writer.writerows([f"{number}.png", int(number < right)] for number in range(IMAGES))
+            writer.writerows([f"{first + number}.png", int(number < right)] for number in range(IMAGES))
 
     def _bench(self, runs: list[Path], out: Path) -> None:
         out.mkdir(exist_ok=True)
@@ -100,6 +115,7 @@ class Played:
                 "batch_size": 1,
                 "p50_ms": ms,
                 "p99_ms": 2 * ms,
+                "waited": 1.25,
                 "speedup": first / ms,
                 "interval": [0.9 * first / ms, 1.1 * first / ms],
             }
@@ -108,7 +124,7 @@ class Played:
         described = [{"run": run.name, "sha256": sha256(run / "run.json"), "bytes": 2048} for run in runs]
         content = {
             "created": "2026-01-02T03:04:05+00:00",
-            "machine": {"processor": "A processor"},
+            "machine": {"processor": processor_name()},
             "onnxruntime": "1.2",
             "provider": "cpu",
             "runs": described,

@@ -96,6 +96,13 @@ def test_without_matplotlib_there_is_no_picture_and_that_is_said(runs, said, tmp
     assert "no bench.png: there is no matplotlib here (pip install matplotlib)" in said.getvalue()
 
 
+def test_a_peak_that_is_not_known_is_said(runs, said, monkeypatch):
+    cost = Footprint(load_seconds=0.0125, loaded_bytes=3 * 2**20, peak_bytes=None)
+    monkeypatch.setattr(module, "footprint", lambda path, **rest: cost)
+    assert bench(quick(runs[:1]))["runs"][0]["peak_bytes"] is None
+    assert "not known here" in said.getvalue()
+
+
 def test_threads_are_one_and_all_cores_by_default(runs, said, monkeypatch):
     monkeypatch.setattr(module, "all_cores", lambda: 3)
     report = bench(quick(runs[:1], threads=None))
@@ -139,7 +146,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(runs, said, tmp_path):
 def test_what_cannot_be_measured_is_an_error(runs, said, tmp_path):
     with pytest.raises(ConfigError, match="--provider cuda: "):
         bench(quick(runs, provider="cuda"))
-    with pytest.raises(RunError, match=r"--out .*narrow is a run folder\. Choose another one for the measurement\."):
+    with pytest.raises(RunError, match=r"narrow is a run folder, .* Choose another --out\."):
         bench(quick(runs, out=runs[0].path))
     trained, _ = Run.begin(tmp_path / "trained", stage="train", config={})
     trained.finish(seed=0, model={}, metrics={})

@@ -115,6 +115,12 @@ def test_a_tensor_that_is_always_the_same_keeps_its_value():
     assert (low, high) == (3.0, 3.0)
 
 
+def test_no_room_for_temporary_files_is_a_message(prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(ModelError, match=r"cannot write a temporary file to calibrate with: .*missing.*set TMPDIR to"):
+        extremes(prepared, [noise(1)], ops=CONVOLUTIONAL_OPS)
+
+
 def test_values_that_are_not_finite_are_named(tmp_path):
     source, prepared = write_network(tmp_path / "fp32.onnx"), tmp_path / "prepared.onnx"
     change(source, {"conv2.bias": np.full(16, np.inf, np.float32)})

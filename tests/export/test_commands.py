@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -82,3 +83,15 @@ def test_a_signal_is_passed_on_once_and_the_command_may_end(
         asking.join()
         signal.signal(number, former)
     assert (tmp_path / "signals").read_text() == repr([int(number)])
+
+
+def test_a_command_ends_when_its_parent_is_killed(tmp_path: Path, module: str) -> None:
+    code = f"from dsimg_export.commands import *; run_command(Command({module!r}, ({str(tmp_path)!r},)))"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.02)
+        parent.kill()
+    end = time.monotonic() + 10
+    while not (tmp_path / "signals").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert (tmp_path / "signals").read_text() == repr([int(signal.SIGTERM)])

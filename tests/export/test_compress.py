@@ -12,8 +12,9 @@ import pytest
 from dsimg.errors import ConfigError, ModelError, RunError, StopRequested
 from dsimg.run import Run, write_json
 from dsimg.show import ancestry
-from dsimg_export import report
+from dsimg_export import compress, report
 from dsimg_export.compress import CompressConfig, search
+from tests.conftest import make_folder
 from tests.export.searches import SOURCE, Played, read_report, write_source
 
 
@@ -89,7 +90,12 @@ def test_the_winner_is_a_run_that_leads_back_to_the_source(config: CompressConfi
     assert half["speedup"] == pytest.approx(8 / 1.4)
 
 
-def test_flags_of_training_are_passed_on(config: CompressConfig, tmp_path: Path) -> None:
+def test_flags_of_training_are_passed_on(
+    config: CompressConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.toml").write_text("weight_decay = 5e-4")
     flags: dict[str, Any] = {
         "data": "photos",
         "lr": 0.4,
@@ -139,7 +145,7 @@ def test_a_narrower_network_is_not_trained_where_the_wider_one_fails_by_more_tha
     played = Played(right={"cifar_resnet20_fp32": 860})  # up to 88.0 %, and 89.0 % is wanted
     search(config, run=played)
     for name in ("cifar_resnet20_int8", "cifar_resnet20_0.5_int8", "cifar_resnet20_0.5_fp32"):
-        assert dropped(config.out)[name].startswith("cifar_resnet20_fp32 is not good enough (86.00%), and ")
+        assert dropped(config.out)[name].startswith("cifar_resnet20 is not good enough (86.00%), and ")
     assert "prune cifar_resnet20_0.5" not in played.ran
     unsure = Played(right={"cifar_resnet20_fp32": 880})  # up to 89.9 %
     search(dataclasses.replace(config, out=config.out.with_name("other")), run=unsure)
@@ -211,7 +217,7 @@ def test_no_candidate_is_begun_after_the_budget(config: CompressConfig) -> None:
     assert made(played)[1:] == [f"export {SOURCE}", "bench bench"]
     assert dropped(config.out)["cifar_resnet20_fp32"] == "not tried: --budget_minutes 1e-09 were over"
     assert [step.run.path.name for step in ancestry(winner)] == ["winner", "teacher"]
-    assert "nothing that is within 1 point of the source is faster" in read_report(config.out)["conclusion"]
+    assert "nothing that is within 1 point of the source is 3% faster" in read_report(config.out)["conclusion"]
 
 
 def test_another_search_does_not_go_on_with_this_one(config: CompressConfig, tmp_path: Path) -> None:
@@ -235,6 +241,135 @@ def test_a_run_whose_parent_was_made_anew_is_named(config: CompressConfig) -> No
     write_json(student / "run.json", {**(Run.open(student).manifest or {}), "seed": 1})
     with pytest.raises(RunError, match=r"cifar_resnet20_fp32 was made of another run than .*cifar_resnet20 is now"):
         search(config, run=Played())
+
+
+@pytest.mark.parametrize("after", ["the lock", "an evaluation's report", "the measurement", "half a winner"])
+def test_a_search_that_was_killed_anywhere_goes_on(config: CompressConfig, after: str) -> None:
+    out = config.out
+    if after == "the lock":
+        out.mkdir()
+        (out / ".lock").touch()
+        (out / ".compress.json.17.tmp").write_text("{")
+    else:
+        search(config, run=Played())
+    if after == "an evaluation's report":
+        (out / "cifar_resnet20_int8" / "evaluations" / "compress" / "predictions.csv").unlink()
+    if after == "the measurement":
+        (out / "report.json").unlink()
+    if after == "half a winner":
+        (out / "winner").rename(out / ".winner.tmp")
+        (out / ".winner.tmp" / "run.json").unlink()
+    played = Played()
+    winner = search(config, run=played)
+    assert ancestry(winner)[-1].run.path == config.source
+    assert {path.name for path in out.glob(".*")} <= {".lock", ".compress.json.17.tmp"}
+    if after == "an evaluation's report":
+        assert played.ran == ["evaluate cifar_resnet20_int8"]
+
+
+def test_a_source_may_be_called_as_a_candidate_is(config: CompressConfig) -> None:
+    source = write_source(config.source.with_name("cifar_resnet56_0.5"))
+    search(dataclasses.replace(config, source=source.path, students=()), run=Played())
+    rows = {row["name"]: row["commands"] for row in read_report(config.out)["candidates"]}
+    assert [line.split()[1] for line in rows["cifar_resnet56_0.5_int8"]] == ["prune", "export", "quantize"]
+
+
+def test_a_ratio_of_many_digits_is_one_of_six(config: CompressConfig) -> None:
+    search(dataclasses.replace(config, students=(), ratios=(0.5000000001,)), run=Played())
+    assert read_report(config.out)["candidates"][0]["name"] == "cifar_resnet56_0.5_int8"
+
+
+def test_what_a_recipe_says_must_stay(config: CompressConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(config, recipe=tmp_path / "r.toml")
+    (tmp_path / "r.toml").write_text("weight_decay = 5e-4")
+    search(config, run=Played())
+    (tmp_path / "r.toml").write_text("weight_decay = 1e-4")
+    with pytest.raises(ConfigError, match=r"there is something else in .*r\.toml\. Choose another --out"):
+        search(config, run=Played())
+    with pytest.raises(ConfigError, match=r"cannot read --recipe .*gone\.toml"):
+        search(dataclasses.replace(config, recipe=tmp_path / "gone.toml", out=tmp_path / "b"), run=Played())
+
+
+def test_on_another_processor_everything_is_measured_anew(
+    config: CompressConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search(config, run=Played())
+    monkeypatch.setattr(compress, "processor_name", lambda: "Another processor")
+    played = Played()
+    search(config, run=played)
+    assert [line.split()[0] for line in played.ran] == ["probe", "bench"]
+
+
+def test_threads_of_the_session_may_change(config: CompressConfig) -> None:
+    search(config, run=Played())
+    played = Played()
+    search(dataclasses.replace(config, latency_threads=2), run=played)
+    assert [line.split()[0] for line in played.ran] == ["probe", "bench"]
+
+
+def test_no_int8_file_is_made_of_a_network_that_training_left_hopeless(config: CompressConfig) -> None:
+    played = Played(trained={"cifar_resnet20": 860, "cifar_resnet56_0.5": 900})
+    with pytest.raises(ModelError, match="nothing that was tried"):
+        search(dataclasses.replace(config, target_latency="0.2"), run=played)  # 1.6 ms, which no fp32 file meets
+    assert made(played)[1:] == [f"export {SOURCE}", "distill cifar_resnet20", "bench bench"]
+    reasons = dropped(config.out)
+    said = "cifar_resnet20 is not good enough (86.00%), and"
+    assert reasons["cifar_resnet20_int8"] == f"{said} int8 would have to be better"
+    assert reasons["cifar_resnet20_0.5_int8"] == f"{said} it is the wider one"
+
+
+def test_of_those_that_are_as_fast_the_most_accurate_wins(config: CompressConfig) -> None:
+    right = {"cifar_resnet20_0.5_int8": 891, "cifar_resnet20_int8": 895}
+    ms = {"cifar_resnet20_0.5_int8": 1.47, "cifar_resnet20_int8": 1.5}
+    winner = search(config, run=Played(right=right, ms=ms))
+    assert [step.run.path.name for step in ancestry(winner)][1] == "cifar_resnet20_fp32"
+    found = read_report(config.out)
+    assert [row["name"] for row in found["candidates"] if row["winner"]] == ["cifar_resnet20_int8"]
+    assert found["conclusion"].startswith(
+        "cifar_resnet20_int8 is as fast as cifar_resnet20_0.5_int8, by less than 3%, and the best within 1 point"
+    )
+
+
+@pytest.mark.parametrize(
+    ("played", "reason"),
+    [
+        (Played(vanishes="cifar_resnet20"), "`dsimg distill` ended before "),
+        (Played(fails={"cifar_resnet20": -9}), "`dsimg distill` was ended by signal 9 (out of memory?)"),
+        (Played(others="cifar_resnet20_fp32"), "it was measured on other images than the source"),
+    ],
+)
+def test_whatever_a_command_does_the_search_goes_on(config: CompressConfig, played: Played, reason: str) -> None:
+    search(config, run=played)
+    assert dropped(config.out)["cifar_resnet20_fp32"].startswith(reason)
+    assert "bench bench" in played.ran
+
+
+def test_a_student_that_cannot_be_is_refused_where_it_was_asked_for(
+    config: CompressConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compress, "default_students", lambda arch: ("cifar_resnet20",))
+    wrong = {"cifar_resnet20": "it cannot take 16x16 images."}
+    with pytest.raises(ConfigError, match="--students cifar_resnet20: it cannot take 16x16 images"):
+        search(config, run=Played(wrong=wrong))
+    search(dataclasses.replace(config, students=None, out=config.out.with_name("b")), run=Played(wrong=wrong))
+    assert dropped(config.out.with_name("b"))["cifar_resnet20_int8"] == "it cannot take 16x16 images."
+
+
+def test_data_that_source_and_students_would_be_measured_on_differently_are_refused(
+    config: CompressConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"--data digits is no folder\. Leave it out"):
+        search(dataclasses.replace(config, data="digits"), run=Played())
+    root = make_folder(tmp_path / "photos")
+    search(dataclasses.replace(config, data=str(root)), run=Played())
+    with pytest.raises(ConfigError, match="has no val/ folder"):
+        search(dataclasses.replace(config, data=str(root / "train"), out=tmp_path / "b"), run=Played())
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(config: CompressConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot write in --out .*file/out"):
+        search(dataclasses.replace(config, out=tmp_path / "file" / "out"), run=Played())
 
 
 def test_it_loads_no_torch() -> None:

@@ -60,3 +60,16 @@ def test_the_median_of_three_processes_counts(tmp_path, monkeypatch):
 def test_a_process_that_fails_is_told_with_its_reason(tmp_path):
     with pytest.raises(ModelError, match=r"a process that opens .*none\.onnx failed \(.*none\.onnx.*\)\. Is there"):
         footprint(tmp_path / "none.onnx", input_size=INPUT_SIZE)
+
+
+def test_where_a_peak_cannot_be_forgotten_there_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    found = module._measure(write_network(tmp_path / "a.onnx"), INPUT_SIZE, 1, 1, "cpu")
+    assert found.peak_bytes is None
+    assert found.load_seconds > 0
+    text = '{"load_seconds": 1.0, "loaded_bytes": 10, "peak_bytes": null}'
+    answer = module.subprocess.CompletedProcess([], 0, text, "")
+    monkeypatch.setattr(module.subprocess, "run", lambda words, **rest: answer)
+    assert footprint(tmp_path / "a.onnx", input_size=INPUT_SIZE) == Footprint(
+        load_seconds=1.0, loaded_bytes=10, peak_bytes=None
+    )

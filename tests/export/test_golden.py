@@ -8,7 +8,7 @@ from PIL import Image
 from dsimg.errors import ImageError, RunError
 from dsimg.preprocess import TRANSPOSE, Preprocess, decode, normalise, resize_and_crop
 from dsimg_export import golden
-from dsimg_export.golden import read_golden, record, thumbnail
+from dsimg_export.golden import Limit, read_golden, record, thumbnail
 from dsimg_export.session import open_session
 from tests.export.files import write_network
 from tests.export.golden_runs import encoded_pictures, picture
@@ -71,7 +71,7 @@ def test_nothing_differs_on_the_machine_that_recorded(recorded):
     assert golden.compare_normalising(recorded, PLAIN) == "to the bit"
     logits = recorded.logits["model"]
     text = "logits to the bit, the same Top-1 on 3 of 3"
-    assert golden.compare_logits(logits, logits.copy(), tolerance=0) == text
+    assert golden.compare_logits(logits, logits.copy(), limit=Limit(spread=0, peak=0)) == text
 
 
 def decoder(change):
@@ -156,15 +156,38 @@ def test_the_channel_of_another_mean_is_named(recorded):
         golden.compare_normalising(recorded, dataclasses.replace(PLAIN, mean=(0.5, 0.501, 0.5)))
 
 
-def test_logits_are_compared_with_the_largest_of_them():
-    expected = np.array([[1.0, -4.0], [2.0, 0.0]], np.float32)
+def test_logits_are_compared_with_their_spread_over_the_images():
+    expected = np.array([[11.0, -4.0], [13.0, 0.0]], np.float32)  # the second class differs by 4
     found = expected + np.array([[0, 0.04], [0, 0]], np.float32)
-    text = "logits up to 0.01 of the largest apart, the same Top-1 on 2 of 2"
-    assert golden.compare_logits(expected, found, tolerance=0.02) == text
-    with pytest.raises(RunError, match=r"up to 0\.01 of the largest apart, .*; more than 0\.001 is not rounding"):
-        golden.compare_logits(expected, found, tolerance=1e-3)
+    text = "logits up to 0.01 of their spread apart, the same Top-1 on 2 of 2"
+    assert golden.compare_logits(expected, found, limit=Limit(spread=0.02, peak=0)) == text
+    assert golden.compare_logits(expected, found, limit=None) == text
+    with pytest.raises(RunError, match=r"up to 0\.01 of their spread apart, .*; more than 0\.001 is not rounding"):
+        golden.compare_logits(expected, found, limit=Limit(spread=1e-3, peak=0))
     with pytest.raises(RunError, match=r"logits \(2, 1\), not \(2, 2\) as recorded"):
-        golden.compare_logits(expected, found[:, :1], tolerance=1)
-    found[1, 1] = np.nan  # which is never within a limit
-    with pytest.raises(RunError, match="is not rounding"):
-        golden.compare_logits(expected, found, tolerance=0.02)
+        golden.compare_logits(expected, found[:, :1], limit=Limit(spread=1, peak=1))
+    # One image has no spread: the largest logit, 11, takes its place.
+    one = golden.compare_logits(expected[:1] - 7, found[:1] - 7, limit=Limit(spread=0.02, peak=0))
+    assert one.startswith("logits up to 0.0036 of their spread apart")
+
+
+def test_a_bias_much_larger_than_what_images_change_hides_no_error():
+    expected = np.array([[100.0, 0.0], [100.1, 0.1]], np.float32)
+    swapped = expected[::-1].copy()
+    with pytest.raises(RunError, match=r"up to 1 of their spread apart"):
+        golden.compare_logits(expected, swapped, limit=Limit(spread=0.05, peak=1e-5))
+    # Where values are rounded to more than that, the images prove little, and that is said.
+    found = golden.compare_logits(expected, swapped, limit=Limit(spread=0.05, peak=0.015))
+    assert found.endswith("; they differ no more from image to image, which proves little")
+
+
+def test_logits_that_are_not_finite_are_never_rounding():
+    expected = np.array([[1.0, -4.0], [2.0, 0.0]], np.float32)
+    found = expected.copy()
+    found[1, 1] = np.nan
+    message = r"logits of 1 of 2 images are not finite, and of 0 in what they are compared with"
+    with pytest.raises(RunError, match=message):
+        golden.compare_logits(expected, found, limit=Limit(spread=1, peak=1))
+    assert golden.compare_logits(found, found, limit=None).startswith(
+        "logits of 1 of 2 images are not finite, and of 1"
+    )

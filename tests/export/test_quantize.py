@@ -1,10 +1,13 @@
 """`dsimg quantize` on a network of two convolutions that tells five colours apart."""
 
+import csv
+import errno
 import functools
 import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
@@ -13,14 +16,16 @@ from dsimg.folder import find_images, write_index
 from dsimg.preprocess import Preprocess, normalise, read_pixels
 from dsimg.run import Run
 from dsimg_export.golden import read_golden, record
-from dsimg_export.measuring import evaluate_session
+from dsimg_export.measuring import evaluate_session, evaluate_sessions
 from dsimg_export.quantize import QuantizeConfig, quantize
 from dsimg_export.served import open_served
 from dsimg_export.session import int8_share, latency
 from dsimg_export.trials import Images, read_images
 from tests.export.files import change, fit_head, weights_of, write_network
+from tests.export.golden_runs import edit_manifest, hash_again
 from tests.export.runs import CLASSES, MODEL
 
+PREPROCESS = Preprocess.from_dict(MODEL["preprocess"])
 COLOURS = np.array([(90, 90, 90), (150, 90, 90), (90, 150, 90), (90, 90, 150), (150, 150, 90)])
 TRAIN, VAL = 12, 8  # images a class
 
@@ -69,6 +74,12 @@ def write_source(path, folder, *, outlier=False, softmax=False):
     return Run.open(path)
 
 
+def mislabelled(split, preprocess):
+    """Read images with labels that are all wrong."""
+    images = read_images(split, preprocess)
+    return Images(images.pixels, (images.labels + 1) % 5)
+
+
 @pytest.fixture(scope="module")
 def source(folder, tmp_path_factory):
     return write_source(tmp_path_factory.mktemp("source") / "run", folder)
@@ -90,11 +101,13 @@ def test_the_run_holds_both_files_and_all_that_later_stages_read(source, quantiz
     assert sorted(path.name for path in quantized.path.iterdir() if path.name != ".lock") == [
         "calibration.json",
         "config.json",
+        "evaluation.json",
         "golden.safetensors",
         "index.jsonl.gz",
         "labels.txt",
         "model.onnx",
         "model_reduced.onnx",
+        "predictions.csv",
         "run.json",
     ]
     assert quantized.model == source.model
@@ -128,7 +141,7 @@ def test_the_figures_are_those_of_the_files(source, quantized, folder):
 
 def test_what_was_tried_and_on_which_images_is_recorded(quantized):
     metrics = quantized.manifest["metrics"]
-    tried = metrics["tried"]
+    tried = dict(metrics["tried"])
     assert list(tried) == ["fp32", "minmax", "percentile", "mse"]
     assert tried["fp32"]["agreement"] == 1.0
     assert {entry["images"] for entry in tried.values()} == {len(CLASSES) * TRAIN - 20}
@@ -166,8 +179,25 @@ def test_layers_that_hurt_most_go_back_to_float(folder, tmp_path):
     assert min(errors["conv1"], errors["conv2"]) > 10 * max(errors["pool"], errors["head"])
 
 
+def test_layers_in_float_are_counted_for_both_files_in_the_same_readings(folder, tmp_path, monkeypatch):
+    readings = []
+
+    def counted(answers, **options):
+        readings.append(len(answers))
+        return evaluate_sessions(answers, **options)
+
+    monkeypatch.setenv("DSIMG_INSTRUCTION_SET", "vnni")
+    monkeypatch.setattr("dsimg_export.choosing.evaluate_sessions", counted)
+    monkeypatch.setattr("dsimg_export.choosing.read_images", mislabelled)  # so that it is decided on the report
+    source = write_source(tmp_path / "source", folder, outlier=True)
+    run = quantize(QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", max_drop=0.02, threads=1))
+    # fp32 and both files; then both with one and with two layers of four in float.
+    assert readings == [3, 4]
+    assert {len(names) for names in run.manifest["metrics"]["in_float"].values()} == {2}
+
+
 def test_a_drop_that_nothing_brings_down_is_told(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("dsimg_export.choosing.fewest", lambda *args, **options: None)
+    monkeypatch.setattr("dsimg_export.choosing.together", lambda searches, measured: dict.fromkeys(searches))
     source = write_source(tmp_path / "source", folder, outlier=True)
     run = quantize(QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", max_drop=0.0, threads=1))
     metrics = run.manifest["metrics"]
@@ -196,6 +226,41 @@ def test_a_transformer_is_tried_with_dynamic_ranges_too(folder, tmp_path):
     assert list(metrics["tried"]) == ["fp32", "minmax", "percentile", "mse", "dynamic"]
 
 
+def test_ranges_that_depend_on_the_batch_are_measured_one_image_at_a_time(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("dsimg_export.choosing.Chooser._fastest", lambda self, ways: ways[-1])
+    source = write_source(tmp_path / "source", folder, softmax=True)
+    config = QuantizeConfig(source=source.path, out=tmp_path / "run", calibration_images=20, max_drop=0.9, threads=1)
+    run = quantize(config)
+    metrics = run.manifest["metrics"]
+    assert (metrics["method"], metrics["depends_on_batch"], metrics["activation"]) == ("dynamic", True, "uint8")
+    served, images = open_served(run), read_images(find_images(folder, seed=0).val, PREPROCESS)
+    alone = np.concatenate(
+        [raw_logits(served, images.pixels[place : place + 1]) for place in range(len(images.labels))]
+    )
+    assert np.abs(raw_logits(served, images.pixels) - alone).max() > 1e-4
+    np.testing.assert_array_equal(served.logits(images.pixels), alone)
+    assert metrics["int8"]["correct"] == (alone.argmax(1) == images.labels).sum()
+    with run.file("predictions").open() as stream:
+        assert [float(row["probability"]) for row in csv.DictReader(stream)] == pytest.approx(
+            softmax(alone).max(1), abs=1e-5
+        )
+    golden = read_golden(run.file("golden"))
+    singly = [raw_logits(served, golden.views.pixels[place : place + 1])[0] for place in range(3)]
+    np.testing.assert_array_equal(golden.logits[served.role], np.stack(singly))
+    recorded = json.loads(run.file("calibration").read_text())
+    assert (metrics["calibration_images"], recorded["files"], recorded["ranges"]) == (0, [], {})
+
+
+def raw_logits(served, pixels):
+    """Return what the session says of pixels (N, H, W, 3) in one batch."""
+    return served.session.run(["logits"], {"images": normalise(pixels, PREPROCESS)})[0]
+
+
+def softmax(logits):
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)
+
+
 def test_the_same_seed_gives_the_same_files(source, quantized, tmp_path):
     config = QuantizeConfig(source=source.path, out=tmp_path / "run", calibration_images=20, max_drop=0.1, threads=1)
     again = quantize(config)
@@ -222,6 +287,84 @@ def test_unreadable_calibration_images_are_left_out_and_named(folder, tmp_path):
         quantize(QuantizeConfig(out=tmp_path / "other", **options))
 
 
+def test_the_report_and_the_predictions_are_those_of_the_file_that_runs_here(quantized, folder):
+    served, images = open_served(quantized), read_images(find_images(folder, seed=0).val, PREPROCESS)
+    expected = [CLASSES[label] for label in served.logits(images.pixels).argmax(1)]
+    with quantized.file("predictions").open() as stream:
+        assert [row["predicted"] for row in csv.DictReader(stream)] == expected
+    report = json.loads(quantized.file("evaluation").read_text())
+    assert report["top1"] == quantized.manifest["metrics"]["int8"]["top1"]
+    assert report["measured"] == {"file": served.path.name, "role": served.role, "provider": "cpu"}
+
+
+@pytest.mark.parametrize(("machine", "expected"), [("x86_64", "uint8"), ("aarch64", "int8")])
+def test_the_type_of_activations_is_recorded(source, tmp_path, monkeypatch, machine, expected):
+    monkeypatch.setattr("dsimg_export.int8.platform.machine", lambda: machine)
+    config = QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", max_drop=0.5, threads=1)
+    run = quantize(config)
+    assert run.manifest["metrics"]["activation"] == expected
+    assert not run.manifest["metrics"]["depends_on_batch"]
+    model = onnx.load(run.file("model"))
+    first = next(node for node in model.graph.node if node.op_type == "QuantizeLinear")
+    assert weights_of(run.file("model"))[first.input[2]].dtype == expected
+
+
+def test_every_image_is_decoded_once_for_all_files_that_are_measured(source, tmp_path, monkeypatch):
+    readings = []
+
+    def counted(answers, **options):
+        readings.append(len(answers))
+        return evaluate_sessions(answers, **options)
+
+    monkeypatch.setenv("DSIMG_INSTRUCTION_SET", "vnni")
+    monkeypatch.setattr("dsimg_export.choosing.evaluate_sessions", counted)
+    config = QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", max_drop=0.5, threads=1)
+    quantize(config)
+    assert readings == [3]  # fp32 and both int8 files
+
+
+def test_a_network_that_is_not_finite_is_refused_before_the_work(folder, tmp_path):
+    source = write_source(tmp_path / "source", folder)
+    file = source.path / "model.onnx"
+    change(file, {"head.bias": np.full(5, np.nan, np.float32)})
+    hash_again(source.path)
+    config = QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", threads=1)
+    with pytest.raises(ModelError, match=r"model\.onnx gives NaN or infinity on 30 of 30 images in fp32"):
+        quantize(config)
+
+
+def test_what_is_refused_claims_no_folder(source, quantized, folder, tmp_path):
+    out = tmp_path / "run"
+    without_golden = write_source(tmp_path / "without", folder)
+    edit_manifest(without_golden.path, lambda content: content["files"].pop("golden"))
+    refused = [
+        ({"source": quantized.path}, ModelError),
+        ({"source": source.path, "data": str(tmp_path / "nowhere")}, DataError),
+        ({"source": without_golden.path}, RunError),
+    ]
+    for flags, error in refused:
+        with pytest.raises(error):
+            quantize(QuantizeConfig(out=out, **flags))
+        assert not out.exists()
+
+
+def test_a_finished_run_needs_no_images_to_be_found_again(source, quantized, folder, monkeypatch):
+    monkeypatch.setattr("dsimg_export.quantize.find_samples", None)
+    config = QuantizeConfig(source=source.path, out=quantized.path, calibration_images=20, max_drop=0.1, threads=1)
+    assert quantize(config).manifest == quantized.manifest
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_no_trials(source, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("dsimg_export.calibrate.onnx.save", full)
+    config = QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", threads=1)
+    with pytest.raises(ModelError, match=r"No space left on device.*TMPDIR"):
+        quantize(config)
+    assert not [path for path in config.out.iterdir() if "trials" in path.name]
+
+
 def test_what_cannot_be_quantized_is_named(source, quantized, tmp_path):
     with pytest.raises(ModelError, match=r"model\.onnx is in int8 already"):
         quantize(QuantizeConfig(source=quantized.path, out=tmp_path / "run"))
@@ -243,10 +386,6 @@ def test_flags_are_checked(flag, value, says):
 
 
 def test_layers_put_back_for_the_reported_images_are_said_to_flatter(folder, tmp_path, monkeypatch):
-    def mislabelled(split, preprocess):
-        images = read_images(split, preprocess)
-        return Images(images.pixels, (images.labels + 1) % 5)
-
     # fp32 is wrong on the images that choose, so that int8 loses nothing there; what it loses shows in the report.
     monkeypatch.setattr("dsimg_export.choosing.read_images", mislabelled)
     source = write_source(tmp_path / "source", folder, outlier=True)
@@ -254,5 +393,5 @@ def test_layers_put_back_for_the_reported_images_are_said_to_flatter(folder, tmp
     metrics = run.manifest["metrics"]
     assert metrics["tried"]["minmax"]["correct"] >= metrics["tried"]["fp32"]["correct"]
     assert set(metrics["in_float"]["model"]) == {"conv1", "conv2"}
-    assert metrics["flattered"] == ["model"]  # the reduced file begins with the same layers, and needs no more
+    assert metrics["flattered"] == ["model", "reduced"]
     assert metrics["drop"] <= 0.02

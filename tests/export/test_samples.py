@@ -92,6 +92,73 @@ def test_the_images_that_training_held_out_stay_held_out_where_the_folder_moved(
         find_samples(run, None, calibration_images=5, seed=3)
 
 
+def test_held_out_images_stay_held_out_where_some_files_are_gone_from_the_moved_folder(tmp_path):
+    make_folder(tmp_path / "made", classes=tuple(CLASSES), train=10, val=0)
+    folder = (tmp_path / "made" / "train").rename(tmp_path / "pictures")
+    run = write_indexed(tmp_path / "run", folder)
+    images = find_images(folder, seed=0)
+    moved = folder.rename(tmp_path / "moved")
+    (moved / images.val.files[3]).unlink()
+    (moved / images.train.files[7]).unlink()
+    found = find_samples(run, str(moved), calibration_images=5, seed=3)
+    assert found.validation.files == images.val.files[:3] + images.val.files[4:]
+    assert {*found.calibration.files, *found.choosing.files} == {*images.train.files} - {images.train.files[7]}
+    for split in (found.calibration, found.choosing, found.validation):
+        assert [CLASSES[label] for label in split.labels] == [file.split("/")[0] for file in split.files]
+    assert "to train on, 1 of its 40 images are missing" in found.notes
+    assert "held out, 1 of its 10 images are missing" in found.notes
+
+
+def write_trained(path, *, seed):
+    """Write a run of a training, of which nothing but its seed is of interest."""
+    run, _ = Run.begin(path, stage="train", config={})
+    run.finish(seed=seed, model=MODEL, metrics={})
+    return Run.open(path)
+
+
+def test_a_validation_share_that_must_be_drawn_again_is_drawn_by_the_seed_of_training(tmp_path):
+    folder = make_folder(tmp_path / "data", classes=tuple(CLASSES), train=10, val=0)
+    trained = write_trained(tmp_path / "trained", seed=4)
+    run, _ = Run.begin(tmp_path / "run", stage="export", config={}, parents=[trained])
+    run.finish(seed=None, model=MODEL, metrics={})
+    found = find_samples(Run.open(run.path), str(folder), calibration_images=5, seed=3)
+    assert found.validation.files == find_images(folder, seed=4).val.files
+    assert found.validation.files != find_images(folder, seed=3).val.files
+    shutil.rmtree(trained.path)
+    found = find_samples(Run.open(run.path), str(folder), calibration_images=5, seed=3)
+    assert found.validation.files == find_images(folder, seed=3).val.files
+
+
+def test_images_of_training_among_those_reported_on_are_noted(tmp_path):
+    def warned(run, data):
+        notes = find_samples(run, str(data), calibration_images=5, seed=0).notes
+        return any("images of training may be among those reported on" in note for note in notes)
+
+    folder = make_folder(tmp_path / "data", classes=tuple(CLASSES), train=10, val=4)
+    unindexed, indexed = write_run(tmp_path / "unindexed"), write_indexed(tmp_path / "indexed", folder)
+    assert not warned(unindexed, folder)
+    assert warned(unindexed, folder / "train")
+    assert warned(indexed, folder / "train")
+    others = tmp_path / "others"
+    for name in CLASSES:
+        (others / name).mkdir(parents=True)
+        for number in range(4):
+            shutil.copy(next((folder / "val" / name).iterdir()), others / name / f"other_{number}.png")
+    assert not warned(indexed, others)
+    assert warned(unindexed, others)
+
+
+def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    run = write_indexed(tmp_path / "run", make_folder(tmp_path / "data", classes=tuple(CLASSES), train=2, val=1))
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.is_dir", refused)
+    with pytest.raises(DataError, match=r"cannot read .*data.*: Permission denied"):
+        find_samples(run, None, calibration_images=5, seed=3)
+
+
 def test_a_run_that_knows_no_images_asks_for_them(tmp_path):
     with pytest.raises(ConfigError, match=r"run does not know the images it was trained with\. Give them with --data"):
         find_samples(write_run(tmp_path / "run"), None, calibration_images=5, seed=0)

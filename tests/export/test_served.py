@@ -48,6 +48,7 @@ def test_the_file_for_the_processor_is_opened(tmp_path, monkeypatch, instruction
     networks = {"model": write_network, "reduced": lambda path: write_network(path, width=4)}
     run = write_golden_run(tmp_path / "run", networks=networks)
     assert role_here(run) == open_served(run).role == role
+    assert role_here(run, "cuda") == role_here(run, "tensorrt") == "model"  # which do not sum as this processor does
     assert open_served(run, role="reduced").path.name == "model_reduced.onnx"
     alone = write_run(tmp_path / "alone")
     assert role_here(alone) == open_served(alone).role == "model"

@@ -7,7 +7,7 @@ import onnxruntime
 import pytest
 from onnxruntime.quantization import QuantType, quantize_static
 
-from dsimg.errors import ModelError
+from dsimg.errors import ConfigError, ModelError
 from dsimg_export import session
 from dsimg_export.session import Int8Share, int8_share, latency, open_session
 from tests.export.files import INPUT_SIZE, noise, write_network
@@ -112,3 +112,12 @@ def test_a_layer_kept_in_float_stays_in_float_when_the_session_loads(tmp_path):
     options = {"per_channel": True, "activation_type": QuantType.QUInt8, "nodes_to_exclude": ["conv2"]}
     quantize_static(source, target, Batches(), **options)
     assert int8_share(target) == Int8Share(int8=2, total=3)
+
+
+def test_tensorrt_is_refused_for_int8_before_anything_is_tried(tmp_path):
+    source, target = write_network(tmp_path / "fp32.onnx"), tmp_path / "int8.onnx"
+    quantize_static(source, target, Batches(), per_channel=True, activation_type=QuantType.QUInt8)
+    with pytest.raises(ConfigError, match=r"--provider tensorrt: .*int8\.onnx is in int8 .* only symmetric int8\."):
+        open_session(target, provider="tensorrt")
+    with pytest.raises(ConfigError, match=r"--provider tensorrt: this ONNX Runtime .* has no Tensorrt"):
+        open_session(source, provider="tensorrt")
