@@ -9,8 +9,8 @@ from pathlib import Path
 from dsimg.errors import ConfigError
 
 OVERRIDE = "DSIMG_INSTRUCTION_SET"
-# avx2: neither exact sums of 8-bit products nor bf16; vnni: the sums; amx: both.
-INSTRUCTION_SETS = ("avx2", "vnni", "amx")
+# avx2: neither exact sums of 8-bit products nor bf16; vnni: the sums; bf16: both.
+INSTRUCTION_SETS = ("avx2", "vnni", "bf16")
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 

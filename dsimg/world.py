@@ -164,7 +164,7 @@ def bf16_is_fast(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     given = given_instruction_set()
     if given is not None:
-        return given == "amx"
+        return given == "bf16"
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
