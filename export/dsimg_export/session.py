@@ -241,7 +241,8 @@ def _open(path: Path, options: onnxruntime.SessionOptions, provider: Provider) -
                 "pip install 'dsimg[serve-gpu]' in place of 'dsimg[serve]', or give --provider cpu."
             )
     try:
-        session = onnxruntime.InferenceSession(path, options, providers=[name])
+        # Without enable_fallback=0 it would try again on the CPU, and hide why the provider failed.
+        session = onnxruntime.InferenceSession(path, options, providers=[name], enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own types have no public base
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         if provider != "cpu":

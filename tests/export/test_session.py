@@ -119,5 +119,12 @@ def test_tensorrt_is_refused_for_int8_before_anything_is_tried(tmp_path):
     quantize_static(source, target, Batches(), per_channel=True, activation_type=QuantType.QUInt8)
     with pytest.raises(ConfigError, match=r"--provider tensorrt: .*int8\.onnx is in int8 .* only symmetric int8\."):
         open_session(target, provider="tensorrt")
-    with pytest.raises(ConfigError, match=r"--provider tensorrt: this ONNX Runtime .* has no Tensorrt"):
-        open_session(source, provider="tensorrt")
+
+
+@pytest.mark.skipif(
+    Path("/dev/nvidiactl").exists(), reason="there is a GPU here, and this test is of hosts without one"
+)
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_a_gpu_that_is_not_there_is_an_error_and_never_the_cpu(tmp_path, provider):
+    with pytest.raises(ConfigError, match=rf"--provider {provider}: .*--provider cpu"):
+        open_session(write_network(tmp_path / "model.onnx"), provider=provider)
