@@ -100,7 +100,7 @@ def _export(config: ExportConfig, source: _Source, out: Run) -> None:
     terminal.table(
         "plan",
         [
-            ("source", f"{config.source}: {source.arch}"),
+            ("source", config.source if config.source == source.arch else f"{config.source}: {source.arch}"),
             ("model", f"{count_text(models.count_parameters(source.model))} parameters, {len(source.classes)} classes"),
             ("file", f"opset {config.opset}, {config.dtype}, {_input_text(config, source.preprocess)}"),
             ("images", source.images_from),
