@@ -7,8 +7,6 @@ that a crash or a hang is a line of the table. Networks, weights and images are 
 the same for pruned ones. Done networks are in FILE, one JSON line each, and are not done again.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from prune_families import CLASSES, IMAGES, NETWORKS, WARM_IMAGES, in_a_process, lively, noise, read_results
+from prune_families import CLASSES, IMAGES, WARM_IMAGES, lively, noise, of_each
 
 from dsimg.console import bytes_text, count_text
 from dsimg.cutting import reestimate_batchnorm
@@ -29,25 +27,9 @@ HEADER = "| network | parameters | file | export, s | max error | relative | sam
 
 def main() -> None:
     """Export what is asked for and not done, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=NETWORKS, metavar="NAME", help="torchvision names")
-    parser.add_argument("--results", type=Path, default=Path("runs/export_families.jsonl"))
-    parser.add_argument("--anew", action="store_true", help="do what is done already, too")
-    parser.add_argument("--limit", type=float, default=600, help="seconds a network may take")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # in the process of a network
-    options = parser.parse_args()
-    if options.one:
-        print(json.dumps(exported(options.one)))
+    shown = of_each(exported, row, program=__file__, description=__doc__, limit=600)
+    if not shown:
         return
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    results = {} if options.anew else read_results(options.results)
-    for name in options.only:
-        if name not in results:
-            results[name] = in_a_process(name, limit=options.limit, program=__file__)
-            with options.results.open("a") as file:
-                file.write(json.dumps(results[name]) + "\n")
-            print(row(results[name]), flush=True)
-    shown = [results[name] for name in options.only]
     print(f"\ntorch {torch.__version__}; batch 1, 2, 3 and 8\n\n{HEADER}\n{'|---' * 7}|")
     print("\n".join(map(row, shown)))
     errors = [result["parity"]["relative_error"] for result in shown if "parity" in result]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +49,43 @@ WARM_IMAGES = 16  # that BatchNorm is measured on
 
 def main() -> None:
     """Prune what is asked for and not done, then print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    results = of_each(pruned, row, program=__file__, description=__doc__, limit=1200)
+    if results:
+        print(table(results))
+
+
+def of_each(
+    measure: Callable[[str], dict[str, Any]],
+    row: Callable[[dict[str, Any]], str],
+    *,
+    program: str,
+    description: str | None,
+    limit: float,
+) -> list[dict[str, Any]]:
+    """Return what `measure` says of each network that the command line of `program` asks for, each in a process of its
+    own and at most `limit` seconds; in that process, print it and return nothing."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=NETWORKS, metavar="NAME", help="torchvision names")
-    parser.add_argument("--results", type=Path, default=Path("runs/prune_families.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path("runs") / f"{Path(program).stem}.jsonl")
     parser.add_argument("--anew", action="store_true", help="do what is done already, too")
-    parser.add_argument("--limit", type=float, default=1200, help="seconds a network may take")
+    parser.add_argument("--limit", type=float, default=limit, help="seconds a network may take")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # in the process of a network
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(pruned(options.one)))
-        return
+        print(json.dumps(measure(options.one)))
+        return []
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    results = {} if options.anew else read_results(options.results)
+    results = {} if options.anew else _read(options.results)
     for name in options.only:
         if name not in results:
-            results[name] = in_a_process(name, limit=options.limit)
+            results[name] = _in_a_process(name, limit=options.limit, program=program)
             with options.results.open("a") as file:
                 file.write(json.dumps(results[name]) + "\n")
             print(row(results[name]), flush=True)
-    print(table([results[name] for name in options.only]))
+    return [results[name] for name in options.only]
 
 
-def in_a_process(name: str, *, limit: float, program: str = __file__) -> dict[str, Any]:
+def _in_a_process(name: str, *, limit: float, program: str) -> dict[str, Any]:
     """Return what `program --one NAME` says of a network, or how its process ended."""
     command = [sys.executable, "-W", "ignore", program, "--one", name]
     try:
@@ -232,8 +247,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the results in a file of JSON lines by their networks' names."""
+def _read(path: Path) -> dict[str, dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
     return {result["name"]: result for result in map(json.loads, lines)}
 

@@ -6,7 +6,9 @@ import sys
 from dsimg import __version__, cli
 from dsimg.console import Terminal
 from dsimg.errors import near
+from dsimg.runtime import SERVE
 
+TRAIN = "pip install 'dsimg[train]'"
 STAGES = {
     "train": ("dsimg.train:train", "train an image classifier with DeepSpeed"),
     "evaluate": ("dsimg.evaluate:evaluate", "measure a run on a folder of images, every image once"),
@@ -47,9 +49,10 @@ def _import_stage(module: str) -> object:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.split(".")[0] == "dsimg":
+        if error.name is None or error.name.split(".")[0] in ("dsimg", "dsimg_export"):
             raise
-        Terminal().say(f"error: {module} needs the package '{error.name}': pip install 'dsimg[train]'")
+        serves = module.startswith("dsimg_export.") or error.name.partition(".")[0] == "onnxruntime"
+        Terminal().say(f"error: {module} needs the package '{error.name}': {SERVE if serves else TRAIN}")
         sys.exit(2)
 
 

@@ -216,6 +216,11 @@ def count_text(count: float) -> str:
     return f"{count:.0f}"
 
 
+def ms_text(seconds: float) -> str:
+    """Return a latency as a person reads it: '4.72 ms'."""
+    return f"{1000 * seconds:.3g} ms"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration as a person reads it: '1:05', '2:03:04'."""
     whole = max(0, round(seconds))

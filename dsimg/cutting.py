@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import importlib.util
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,11 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dsimg import data, losses, models
 from dsimg.channels import Indices, Unit
-from dsimg.errors import ConfigError
 from dsimg.graph import Found
 from dsimg.importance import scores
 from dsimg.plan import TrainPlan
 from dsimg.pruned import cut
+from dsimg.runtime import require_onnxruntime
 from dsimg.steps import epoch_order
 from dsimg.widths import Block, kept_after, removal_order, search
 
@@ -76,15 +75,6 @@ class Serving:
         )
 
 
-def require_onnxruntime() -> None:
-    """Raise ConfigError where sessions cannot be measured."""
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ConfigError(
-            "measuring a session needs onnxruntime: pip install 'dsimg[serve-gpu]', or 'dsimg[serve]' on a machine "
-            "without a GPU."
-        )
-
-
 class Sessions:
     """ONNX files of several networks, and the latency of their sessions measured in turn."""
 
@@ -94,7 +84,7 @@ class Sessions:
         self, source: nn.Module, *, serving: Serving, input_size: tuple[int, int, int], calibration: Tensor, say: Say
     ) -> None:
         """`calibration`: (N, 3, H, W) normalised images, for int8. Raises ConfigError without ONNX Runtime."""
-        require_onnxruntime()
+        require_onnxruntime("measuring a session")
         import dsimg_export.session
 
         self._measure = dsimg_export.session.latency

@@ -7,7 +7,6 @@ dsimg doctor resume --source recipe.toml --ranks 2
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from dsimg import cli
 from dsimg.errors import ConfigError, RunError
+from dsimg.machine import free_port
 from dsimg.stop import STOPPED
 
 # Of a source's settings: where it writes and when it ends, which the proof decides, and what it would set off.
@@ -265,7 +265,7 @@ def start_training(out: Path, *, max_steps: int, ranks: int, cpu: bool) -> str:
         command = [sys.executable, "-m", "dsimg", "train", *words]
     else:
         launcher = [str(Path(sys.executable).with_name("deepspeed")), "--quiet", "--num_gpus", str(ranks)]
-        command = [*launcher, "--master_port", str(_free_port()), "--module", "dsimg.train", *words]
+        command = [*launcher, "--master_port", str(free_port()), "--module", "dsimg.train", *words]
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
     if cpu:
         environment["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed's launcher finds no device
@@ -307,13 +307,6 @@ def _count_gpus() -> int:
     count = sum(line.startswith("GPU") for line in answer.stdout.splitlines())
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return count if chosen is None else min(count, len([name for name in chosen.split(",") if name.strip()]))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -7,18 +7,19 @@ A run with an ONNX file is measured by ONNX Runtime, on a host that may have no 
 """
 
 import hashlib
-import importlib.util
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dsimg import cli
-from dsimg.console import count_text
+from dsimg.console import bytes_text
 from dsimg.errors import ConfigError
 from dsimg.evaluation import Evaluation, find_split, result_rows, write_evaluation
-from dsimg.processor import all_cores
+from dsimg.machine import all_cores
 from dsimg.run import Run, make_folder
+from dsimg.runtime import Provider, is_exported
+from dsimg_export.measuring import evaluate_session, measured_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class EvaluateConfig:
     among its ranks, at most 8. For an ONNX file they are threads; 0 and 1 are one, and the default is one a core."""
     threads: int | None = None
     """Threads of ONNX Runtime's session. Default: one a core."""
-    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    provider: Provider = "cpu"
     """Where ONNX Runtime runs the file; one that is not there is an error."""
 
     def __post_init__(self) -> None:
@@ -57,16 +58,9 @@ class EvaluateConfig:
 def evaluate(config: EvaluateConfig) -> Evaluation | None:
     """Measure a run on a folder of images, each image once on any number of ranks. Rank 0 gets the result."""
     run = Run.open(config.source)
-    if run.has("model"):
+    if is_exported(run, threads=config.threads, provider=config.provider):
         result: Evaluation | None = _evaluate_file(run, config)
     else:
-        if config.threads is not None or config.provider != "cpu":
-            raise ConfigError(
-                f"--threads and --provider are ONNX Runtime's, and {run.path} has no ONNX file. Leave them out, or "
-                "export the run first: dsimg export."
-            )
-        if importlib.util.find_spec("torch") is None:
-            raise ConfigError(f"{run.path} is a network of torch's: pip install 'dsimg[train]', or export it first.")
         from dsimg.evaluate_network import evaluate_network
 
         result = evaluate_network(run, config)
@@ -85,9 +79,6 @@ def _evaluate_file(run: Run, config: EvaluateConfig) -> Evaluation:
         raise ConfigError(f"{run.path} has an ONNX file, which DeepSpeed does not run. Leave out --deepspeed_config.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(f"{run.path} has an ONNX file, which one process measures: dsimg evaluate, no launcher.")
-    if importlib.util.find_spec("onnxruntime") is None:
-        raise ConfigError(f"{run.path} has an ONNX file: pip install 'dsimg[serve]', or 'dsimg[serve-gpu]'.")
-    from dsimg_export.measuring import evaluate_session
     from dsimg_export.served import open_served
 
     split, notes = find_split(run, config.data, run.model["classes"])
@@ -99,7 +90,7 @@ def _evaluate_file(run: Run, config: EvaluateConfig) -> Evaluation:
         "plan",
         [
             ("run", str(run.path)),
-            ("model", f"{block['arch']}: {served.path.name}, {count_text(served.path.stat().st_size)}B"),
+            ("model", f"{block['arch']}: {served.path.name}, {bytes_text(served.path.stat().st_size)}"),
             ("data", f"{split.folder}: {len(split.files):,} images, {len(served.classes)} classes"),
             *(("", note) for note in notes),
             ("session", f"ONNX Runtime, {config.provider}, {threads} thread{'s' * (threads > 1)}"),
@@ -113,8 +104,7 @@ def _evaluate_file(run: Run, config: EvaluateConfig) -> Evaluation:
         batch_size=config.batch_size,
         threads=None if config.workers is None else max(config.workers, 1),
     )
-    measured = {"file": served.path.name, "role": served.role, "provider": config.provider}
-    return replace(result, report={**result.report, "measured": measured})
+    return measured_on(result, file=served.path, role=served.role, provider=config.provider)
 
 
 def evaluation_folder(config: EvaluateConfig, run: Run) -> Path:

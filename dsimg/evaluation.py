@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg import metrics
-from dsimg.errors import DataError
-from dsimg.folder import Split, find_labelled, read_index, shown
+from dsimg.errors import DataError, RunError
+from dsimg.folder import Split, find_labelled, is_folder, read_index, shown
 from dsimg.run import Run, write_atomically, write_json
 
 
@@ -77,14 +77,6 @@ def missing_notes(recorded: Split, found: Split) -> tuple[str, ...]:
     """Return a note of how many images of a recorded split `recorded_split` did not find, or nothing."""
     missing = len(recorded.files) - len(found.files)
     return (f"{missing:,} of its {len(recorded.files):,} images are missing",) if missing else ()
-
-
-def is_folder(path: Path) -> bool:
-    """Tell whether a folder is there. Raises DataError where a folder above it may not be read."""
-    try:
-        return path.is_dir()
-    except OSError as error:
-        raise DataError(f"cannot read {shown(path)}: {error.strerror}. Change the permissions above it.") from None
 
 
 def measure(
@@ -161,6 +153,15 @@ def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str
             ]
         )
     write_atomically(folder / "predictions.csv", text.getvalue().encode("utf-8", "surrogateescape"))
+
+
+def read_predictions(path: Path) -> dict[str, dict[str, str]]:
+    """Return the rows of a `predictions.csv` by their files. Raises RunError."""
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+            return {row["file"]: row for row in csv.DictReader(stream)}
+    except (OSError, KeyError, csv.Error) as error:
+        raise RunError(f"cannot read {path}: {error}. Remove it, or evaluate the run again.") from error
 
 
 def result_rows(report: dict[str, Any]) -> list[tuple[str, str]]:

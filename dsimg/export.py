@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -20,8 +20,9 @@ from torch import nn
 from dsimg import cli, models
 from dsimg.console import bytes_text, count_text
 from dsimg.errors import ConfigError, ModelError, RunError
-from dsimg.evaluation import is_folder
+from dsimg.folder import is_folder
 from dsimg.pictures import find_pictures
+from dsimg.plan import Network
 from dsimg.preprocess import Preprocess, decode, normalise, resize_and_crop
 from dsimg.run import Run
 from dsimg.to_onnx import OPSET, Parity, check_half, exported, parity
@@ -67,9 +68,7 @@ class _Source:
     """What is exported: a run's network, or one that has no run."""
 
     run: Run | None
-    arch: str
-    model: nn.Module
-    preprocess: Preprocess
+    network: Network
     classes: tuple[str, ...]
     encoded: list[bytes]  # images to compare with; the last one lies on its side
     images_from: str
@@ -80,47 +79,36 @@ def export(config: ExportConfig) -> Run:
     run = Run.open(Path(config.source)) if is_folder(Path(config.source)) else None
     if run is not None and (config.labels or config.preprocess):
         raise ConfigError(f"{config.source} is a run, which has its classes and preprocess: no --labels, --preprocess.")
-    # Before the folder is claimed: the command put right must find it free.
-    done = Run.state(config.out) == "finished" and not config.overwrite
-    source = None if done else _open(config, run)
-
-    def body(out: Run) -> None:
-        assert source is not None
-        try:
-            _export(config, source, out)
-        except ModelError:  # refused for what came out: other flags may follow
-            out.withdraw()
-            raise
-
-    return run_short(config, stage="export", parents=[] if run is None else [run], body=body)
+    return run_short(
+        config,
+        stage="export",
+        parents=[] if run is None else [run],
+        prepare=lambda: _open(config, run),
+        body=lambda out, source: _export(config, source, out),
+    )
 
 
 def _export(config: ExportConfig, source: _Source, out: Run) -> None:
     terminal = cli.context().terminal
+    arch, model, preprocess = source.network.arch, source.network.model, source.network.preprocess
     terminal.table(
         "plan",
         [
-            ("source", config.source if config.source == source.arch else f"{config.source}: {source.arch}"),
-            ("model", f"{count_text(models.count_parameters(source.model))} parameters, {len(source.classes)} classes"),
-            ("file", f"opset {config.opset}, {config.dtype}, {_input_text(config, source.preprocess)}"),
+            ("source", config.source if config.source == arch else f"{config.source}: {arch}"),
+            ("model", f"{count_text(models.count_parameters(model))} parameters, {len(source.classes)} classes"),
+            ("file", f"opset {config.opset}, {config.dtype}, {_input_text(config, preprocess)}"),
             ("images", source.images_from),
         ],
     )
     copy_described(source.run, out, source.classes)
     path = out.path / "model.onnx"
-    pixels = np.stack([resize_and_crop(decode(data), source.preprocess) for data in source.encoded])
-    proto = exported(source.model, input_size=source.preprocess.input_size, opset=config.opset)
+    pixels = np.stack([resize_and_crop(decode(data), preprocess) for data in source.encoded])
+    proto = exported(model, input_size=preprocess.input_size, opset=config.opset)
     if config.dtype == "fp16":
-        check_half(proto, normalise(pixels, source.preprocess))
+        check_half(proto, normalise(pixels, preprocess))
     save_model(_to_file(config, source, proto), path)
     found, note = _compare(config, source, path, pixels)
-    block: dict[str, Any] = {
-        "arch": source.arch,
-        "num_classes": len(source.classes),
-        "classes": list(source.classes),
-        "preprocess": source.preprocess.as_dict(),
-    }
-    golden = record(_spread(source.encoded), {"model": path}, preprocess=source.preprocess, classes=source.classes)
+    golden = record(_spread(source.encoded), {"model": path}, preprocess=preprocess, classes=source.classes)
     golden.save(out.path / "golden.safetensors")
     metrics = {
         "opset": config.opset,
@@ -128,7 +116,7 @@ def _export(config: ExportConfig, source: _Source, out: Run) -> None:
         "parity": vars(found),
         "parity_images": source.images_from,
     }
-    out.finish(seed=None, model=block, metrics=metrics)
+    out.finish(seed=None, model=source.network.described(source.classes), metrics=metrics)
     same = f"the same Top-1 on {found.same_top1:.1%} of {len(pixels)} images"
     rows = [
         ("parity", f"max error {found.max_error:.2g}, relative {found.relative_error:.2g}, at batch 1, 2, 3 and 8"),
@@ -147,19 +135,20 @@ def _spread(encoded: Sequence[bytes]) -> list[bytes]:
 
 
 def _open(config: ExportConfig, run: Run | None) -> _Source:
-    arch, model, preprocess, classes = _network(config, run)
-    encoded, where = find_pictures(run, config.data, classes=classes, preprocess=preprocess)
-    return _Source(run, arch, model.eval(), preprocess, classes, encoded, where)
+    network, classes = _network(config, run)
+    network.model.eval()
+    encoded, where = find_pictures(run, config.data, classes=classes, preprocess=network.preprocess)
+    return _Source(run, network, classes, encoded, where)
 
 
-def _network(config: ExportConfig, run: Run | None) -> tuple[str, nn.Module, Preprocess, tuple[str, ...]]:
-    """Return the source's architecture, network, preprocess and classes."""
+def _network(config: ExportConfig, run: Run | None) -> tuple[Network, tuple[str, ...]]:
+    """Return the source's network and classes."""
     if run is not None:
         if run.has("model"):
             raise RunError(f"{run.path} has an ONNX file already. Give the run that it was exported from.")
         block = run.model
         preprocess = Preprocess.from_dict(block["preprocess"])
-        return block["arch"], open_network(run), preprocess, tuple(block["classes"])
+        return Network(arch=block["arch"], model=open_network(run), preprocess=preprocess), tuple(block["classes"])
     if "_Weights." in config.source:
         arch, weights = models.arch_of_weights(config.source)
         preprocess = _preprocess(config, models.default_preprocess(arch, image_size=None, weights=config.source))
@@ -167,7 +156,7 @@ def _network(config: ExportConfig, run: Run | None) -> tuple[str, nn.Module, Pre
         model = models.build_model(arch, num_classes=len(classes), input_size=preprocess.input_size[1])
         if not load_weights(model, config.source, arch=arch, classes=classes).head_kept:
             raise ConfigError(f"--labels names {len(classes)} classes, and {config.source} has others. Leave it out.")
-        return arch, model, preprocess, classes
+        return Network(arch=arch, model=model, preprocess=preprocess), classes
     if ":" in config.source:
         labels = _labels(config)
         if labels is None:
@@ -175,7 +164,7 @@ def _network(config: ExportConfig, run: Run | None) -> tuple[str, nn.Module, Pre
         preprocess = _preprocess(config, models.default_preprocess(config.source, image_size=None))
         model = models.build_model(config.source, num_classes=len(labels))
         models.check_input_size(model, preprocess.input_size[1], config.source, num_classes=len(labels))
-        return config.source, model, preprocess, labels
+        return Network(arch=config.source, model=model, preprocess=preprocess), labels
     raise RunError(
         f"--source {config.source} is no run folder, no weights of torchvision's such as ResNet50_Weights.DEFAULT, and "
         "not package.module:function."
@@ -218,9 +207,9 @@ def _to_file(config: ExportConfig, source: _Source, proto: onnx.ModelProto) -> o
     if config.dtype == "fp16":
         proto = to_half(proto)
     if config.uint8_input:
-        take_pixels(proto, source.preprocess)
-    described = {"classes": list(source.classes), "preprocess": source.preprocess.as_dict(), "arch": source.arch}
-    describe(proto, {f"dsimg.{key}": value for key, value in described.items()})
+        take_pixels(proto, source.network.preprocess)
+    said = source.network.described(source.classes)
+    describe(proto, {f"dsimg.{key}": said[key] for key in ("arch", "classes", "preprocess")})
     return proto
 
 
@@ -230,13 +219,14 @@ def _compare(config: ExportConfig, source: _Source, path: Path, pixels: NDArray[
     A network that says the same of every image would agree with any file: then its head gets random weights, and so
     does a copy of the file, which is compared instead.
     """
-    images = torch.from_numpy(normalise(pixels, source.preprocess))
+    model, preprocess = source.network.model, source.network.preprocess
+    images = torch.from_numpy(normalise(pixels, preprocess))
     given = torch.from_numpy(pixels) if config.uint8_input else None
-    found = parity(source.model, path, images, pixels=given)
+    found = parity(model, path, images, pixels=given)
     note = ""
     if found.vacuous:
-        twin = _with_random_head(source.model)
-        proto = exported(twin, input_size=source.preprocess.input_size, opset=config.opset)
+        twin = _with_random_head(model)
+        proto = exported(twin, input_size=preprocess.input_size, opset=config.opset)
         with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
             beside = Path(folder) / "random_head.onnx"
             save_model(_to_file(config, source, proto), beside)

@@ -107,6 +107,14 @@ def find_images(root: Path, *, seed: int, val_share: float = 0.2) -> ImageFolder
     return ImageFolder(root, classes, train, val, tuple(notes))
 
 
+def is_folder(path: Path) -> bool:
+    """Tell whether a folder is there. Raises DataError where a folder above it may not be read."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise DataError(f"cannot read {shown(path)}: {error.strerror}. Change the permissions above it.") from None
+
+
 def find_labelled(root: Path, classes: Sequence[str]) -> tuple[Split, tuple[str, ...]]:
     """List the images of `root` for the evaluation of a model with `classes`; return them and the notes.
 
@@ -220,7 +228,7 @@ class _Scan:
 
 
 def _existing(root: Path) -> Path:
-    if root.is_dir():
+    if is_folder(root):
         return root.absolute()
     if root.exists():
         raise DataError(f"{shown(root)} is a file; give the folder that holds the class folders.")

@@ -9,8 +9,7 @@ import numpy as np
 from PIL import ExifTags, Image
 
 from dsimg.errors import DataError, ImageError
-from dsimg.evaluation import is_folder
-from dsimg.folder import Split, find_labelled, read_index
+from dsimg.folder import Split, find_labelled, is_folder, read_index
 from dsimg.preprocess import Preprocess, decode
 from dsimg.run import Run
 

@@ -5,12 +5,11 @@ dsimg predict --source RUN photo.jpg more_photos/
 A run with an ONNX file is asked through ONNX Runtime, on a host that may have no torch.
 """
 
-import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
@@ -19,14 +18,15 @@ from numpy.typing import NDArray
 from dsimg import cli, metrics
 from dsimg.errors import ConfigError, DataError
 from dsimg.folder import images_below, shown
+from dsimg.machine import all_cores
 from dsimg.preprocess import Preprocess
-from dsimg.processor import all_cores
 from dsimg.run import Run
+from dsimg.runtime import Provider, is_exported
+from dsimg_export.measuring import Answer
+from dsimg_export.reading import read_batches
 
 BATCH = 32
 NOT_FINITE = "the network gave NaN or infinity; run `dsimg verify` on the run"
-
-Answer = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class PredictConfig:
     and error."""
     threads: int | None = None
     """Threads of ONNX Runtime's session. Default: one a core."""
-    provider: Literal["cpu", "cuda", "tensorrt"] = "cpu"
+    provider: Provider = "cpu"
     """Where ONNX Runtime runs the file; one that is not there is an error."""
 
     def __post_init__(self) -> None:
@@ -101,12 +101,10 @@ def predict(config: PredictConfig) -> list[Prediction]:
 
 def predictions(answer: Answer, files: Sequence[Path], *, run: Run, top: int) -> Iterator[Prediction]:
     """Yield what is said of each file, in their order. answer: pixels (N, H, W, 3) -> logits (N, C)."""
-    from dsimg_export.reading import read_batches
-
     preprocess, classes = Preprocess.from_dict(run.model["preprocess"]), run.model["classes"]
     done: dict[int, Prediction] = {}
     following = 0
-    for places, pixels, reasons in read_batches(list(files), preprocess, batch_size=BATCH, threads=None):
+    for places, pixels, reasons in read_batches(files, preprocess, batch_size=BATCH):
         for place, reason in reasons.items():
             done[place] = Prediction(files[place], (), reason)
         if len(places):
@@ -130,19 +128,10 @@ def _of(file: Path, logits: NDArray[np.float32], classes: Sequence[str], top: in
 
 
 def _answer(run: Run, config: PredictConfig) -> Answer:
-    if run.has("model"):
-        if importlib.util.find_spec("onnxruntime") is None:
-            raise ConfigError(f"{run.path} has an ONNX file: pip install 'dsimg[serve]', or 'dsimg[serve-gpu]'.")
+    if is_exported(run, threads=config.threads, provider=config.provider):
         from dsimg_export.served import open_served
 
         return open_served(run, threads=config.threads or all_cores(), provider=config.provider).logits
-    if config.threads is not None or config.provider != "cpu":
-        raise ConfigError(
-            f"--threads and --provider are ONNX Runtime's, and {run.path} has no ONNX file. Leave them out, or "
-            "export the run first: dsimg export."
-        )
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{run.path} is a network of torch's: pip install 'dsimg[train]', or export it first.")
     from dsimg.predict_network import network_answer
 
     return network_answer(run)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from dsimg import cli, models
-from dsimg.console import count_text
+from dsimg.console import count_text, ms_text
 from dsimg.cutting import Counted, Serving, Sessions, choose
 from dsimg.errors import ConfigError, DsimgError, ModelError
 from dsimg.graph import find_units
@@ -141,7 +141,7 @@ def _name(entry: dict[str, Any]) -> str:
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     if entry["error"] is not None:
         return entry["model"], "", f"{entry['ratio']:.0%}", entry["error"], ""
-    times = (f"{1000 * entry['seconds'][precision]:.2f} ms" for precision in ("fp32", "int8"))
+    times = (ms_text(entry["seconds"][precision]) for precision in ("fp32", "int8"))
     return entry["model"], count_text(entry["macs"]), f"{entry['ratio']:.0%}", *times
 
 

@@ -28,7 +28,7 @@ from dsimg.cutter import (
     remove_training,
     serving_of,
 )
-from dsimg.cutting import TOLERANCE, require_onnxruntime, sparsity_penalty
+from dsimg.cutting import TOLERANCE, sparsity_penalty
 from dsimg.errors import ConfigError, DsimgError
 from dsimg.hints import Hints
 from dsimg.metrics import accuracy_text, compared_text
@@ -37,6 +37,7 @@ from dsimg.preprocess import Preprocess
 from dsimg.pruned import read_record
 from dsimg.recipe import PruneConfig, latency_goal
 from dsimg.run import Run
+from dsimg.runtime import require_onnxruntime
 from dsimg.scan import scan_units, write_scan
 from dsimg.session import Trained, fit_run
 from dsimg.stage import Job, data_of, finish_run, run_stage, trained_weights
@@ -73,7 +74,7 @@ def _prune(job: Job[PruneConfig]) -> Run:
     if config.scan and world.size > 1:
         raise ConfigError("--scan works on one rank. Start it without a launcher: dsimg prune --scan.")
     if config.target_latency is not None:
-        require_onnxruntime()
+        require_onnxruntime("measuring a session")
     source = Run.open(config.source)
     index = path / "index.jsonl.gz"
     begun = job.again and world.on_rank_zero(index.exists)

@@ -110,6 +110,17 @@ def as_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def write_labels(folder: Path, classes: Sequence[str]) -> None:
+    """Write `labels.txt`: a class a line; line n is logit n. Raises RunError."""
+    text = "".join(f"{name}\n" for name in classes)
+    write_atomically(folder / "labels.txt", text.encode("utf-8", "surrogateescape"))
+
+
+def nothing_to_do(path: Path) -> str:
+    """Return what is said of a run that the same command has finished."""
+    return f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
+
+
 def sha256(path: Path) -> str:
     """Return the hex digest of a file's bytes."""
     with path.open("rb") as stream:
@@ -197,7 +208,7 @@ class Run:
                     f"--out {path} and {other}, which the run reads, lie in one another. Choose another --out."
                 )
         if state != "new" and overwrite:
-            _remove(path.resolve())
+            remove_run(path.resolve())
             state = "new"
         if state != "new":
             stored = read_json(path / "config.json")
@@ -333,8 +344,8 @@ class Run:
         return dict(self.manifest["model"])
 
 
-def _remove(folder: Path) -> None:
-    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one."""
+def remove_run(folder: Path) -> None:
+    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one. Raises OSError."""
     aside = folder.with_name(f".{folder.name}.overwritten")
     shutil.rmtree(aside, ignore_errors=True)
     try:

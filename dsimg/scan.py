@@ -121,11 +121,11 @@ def _accuracy(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> flo
 
 
 def _draw(path: Path, scan: Scan) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
     from matplotlib.figure import Figure
 
+    from dsimg_export.plots import save
+
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     shares = [0.0, *(100 * ratio for ratio in scan.ratios)]
     order = sorted(range(len(scan.units)), key=lambda index: scan.accuracy[index])
@@ -143,4 +143,4 @@ def _draw(path: Path, scan: Scan) -> None:
     axes.grid(alpha=0.3)
     rest = f"the most sensitive of {len(scan.units)}" if len(scan.units) > WORST_SHOWN else "groups"
     axes.legend(title=rest, fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

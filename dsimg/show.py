@@ -6,7 +6,6 @@ dsimg show RUN
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal
 import tyro
 
 from dsimg import cli
-from dsimg.console import bytes_text, count_text
+from dsimg.console import bytes_text, count_text, ms_text
 from dsimg.errors import DataError, RunError
 from dsimg.folder import read_index
 from dsimg.metrics import accuracy_text
@@ -23,7 +22,6 @@ from dsimg.run import Run, read_json, sha256
 
 # Of BatchNorm: kept with the weights, and not trained.
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-MAX_HEADER = 100_000_000  # bytes; what safetensors itself takes at most
 
 State = Literal["here", "moved", "made anew", "gone"]
 STATES: dict[State, str] = {
@@ -129,14 +127,18 @@ def ancestry(run: Run) -> list[Step]:
 
 
 def count_parameters(weights: Path) -> int | None:
-    """Return how many trained values a safetensors file holds, from its header; None where it cannot be read."""
+    """Return how many trained values a safetensors file holds, from its header; None where it cannot be read, or
+    safetensors is not installed."""
     try:
-        with weights.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length <= MAX_HEADER else {}
-        shapes = [value["shape"] for name, value in header.items() if name != "__metadata__" and not _is_buffer(name)]
-        return sum(math.prod(shape) for shape in shapes) or None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        return None
+    try:
+        with safe_open(weights, framework="numpy") as stream:
+            names = [name for name in stream.keys() if not _is_buffer(name)]  # noqa: SIM118 - it is no dict
+            total: int = sum(math.prod(stream.get_slice(name).get_shape()) for name in names)
+            return total
+    except (OSError, SafetensorError):
         return None
 
 
@@ -254,7 +256,7 @@ def _rows(step: Step) -> list[tuple[str, str]]:
         text = f"{accuracy_text(found['top1'])}, {found['images']:,} images{named}"
         rows.append(("Top-1" if i == 0 else "", text))
     for i, (name, seconds) in enumerate(step.latency.items()):
-        rows.append(("latency" if i == 0 else "", f"{1000 * seconds:.3g} ms, {name}"))
+        rows.append(("latency" if i == 0 else "", f"{ms_text(seconds)}, {name}"))
     commit = f", commit {manifest['git_commit'][:10]}" if manifest["git_commit"] else ""
     when = re.sub(r"T(\d\d:\d\d).*", r" \1 UTC", manifest["created"])
     rows.append(("made", f"{when}, dsimg {manifest['dsimg']}{commit}"))

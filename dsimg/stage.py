@@ -21,7 +21,7 @@ from dsimg.evaluation import result_rows, write_evaluation
 from dsimg.folder import read_index, write_index
 from dsimg.plan import DEFAULT_BATCH_SIZE, Images, Network, TrainPlan, check_against_json, plan_training
 from dsimg.recipe import Recipe
-from dsimg.run import Run, State, as_plain, hold_lock, read_json, write_atomically, write_json
+from dsimg.run import Run, State, as_plain, hold_lock, nothing_to_do, read_json, write_json, write_labels
 from dsimg.session import Trained
 from dsimg.shards import is_adapter
 from dsimg.stop import STOPPED, StopWatch, check_stop_file, reason_text
@@ -128,8 +128,7 @@ class Job(Generic[C]):
         )
         hold_lock(path)
         write_json(path / "ds_config.json", setup.ds.config)
-        labels = "".join(f"{name}\n" for name in folder.classes)
-        write_atomically(path / "labels.txt", labels.encode("utf-8", "surrogateescape"))
+        write_labels(path, folder.classes)
         if not begun:
             write_index(folder, path / "index.jsonl.gz")
 
@@ -193,9 +192,7 @@ def run_stage(
         path = config.run_path
         state: State = world.on_rank_zero(lambda: _run_state(path, config, stage=stage, free=may_differ, same=same))
         if state == "finished":
-            context.terminal.say(
-                f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
-            )
+            context.terminal.say(nothing_to_do(path))
             return Run.open(path)
         if world.size > 1:
             watch = RankWatch(
@@ -310,6 +307,8 @@ def data_of(source: Path) -> str:
     if not source.is_dir() and (":" in str(source) or "_Weights." in str(source)):
         raise ConfigError(f"{source} is no run, which would say what images it was trained on. Give them with --data.")
     run = Run.open(source)
+    if not (run.has("config") and run.has("index")):
+        raise ConfigError(f"{source} does not say what images it was trained on. Give them with --data.")
     given = read_json(run.file("config"))["data"]
     return "digits" if given == "digits" else str(read_index(run.file("index")).root)
 

@@ -1,7 +1,7 @@
 """Which channels go, in which order, and how many of them reach a target.
 
-Channels go in blocks that keep every width a multiple of `round_to`: so that a
-runtime's vectorised kernels have no remainder to deal with.
+Channels go in blocks that keep every width a multiple of `round_to`, so that a runtime's vectorised kernels have no
+remainder to deal with.
 """
 
 import math

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from dsimg.cache import gigabytes
 from dsimg.errors import DeviceError, DsimgError
-from dsimg.processor import all_cores
+from dsimg.machine import all_cores
 
 _SAME_EVENT_S = 2.0
 _IN_FLIGHT = 2  # batches that each worker, or the thread, prepares ahead

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsimg.console import bytes_text
 from dsimg.errors import DeviceError, DsimgError, RunError
-from dsimg.processor import all_cores, given_instruction_set
+from dsimg.machine import all_cores, given_instruction_set
 
 # Without this DeepSpeed warns on every machine that has no GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole chain by hand, on the embedded digits: some minutes on two cores. Every command is one to copy; given again,
-# each goes on where it was, and a finished one does nothing.
+# The whole chain by hand, on the embedded digits: about two minutes on two cores. Every command is one to copy; given
+# again, each goes on where it was, and a finished one does nothing.
 #
 #     examples/pipeline.sh [FOLDER]        default: runs/pipeline
 #

@@ -19,9 +19,10 @@ import tyro
 
 from dsimg import cli, losses, models
 from dsimg.__main__ import STAGES
-from dsimg.errors import RunError
+from dsimg.errors import ConfigError, RunError
 from dsimg.run import Run
-from dsimg.weights import save_weights
+from dsimg.stage import data_of
+from dsimg.weights import open_network, save_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design.md", "docs/data.md", "docs/training.md"]
@@ -111,6 +112,18 @@ def test_the_network_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     models.check_input_size(model, 32, "tiny_net", num_classes=3)
     assert models.count_parameters(model) == 3 * 16 * 9 + 16 * 32 * 9 + 32 * 64 * 9 + 2 * (16 + 32 + 64) + 65 * 3
     assert model(torch.zeros(2, 3, 20, 24)).shape == (2, 3)
+
+
+def test_the_trained_run_is_whole_and_asks_for_images_where_it_needs_them() -> None:
+    run = Run.open(ROOT / "examples/cifar_resnet56")
+    network = open_network(run).eval()  # its weights are checked against their hash
+    with torch.no_grad():
+        logits = network(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+    assert logits.shape == (2, 10)
+    assert float(logits.std()) > 0.1
+    assert run.file("labels").read_text().splitlines() == run.model["classes"]
+    with pytest.raises(ConfigError, match=r"does not say what images it was trained on\. Give them with --data\."):
+        data_of(run.path)
 
 
 @pytest.mark.slow

@@ -18,15 +18,14 @@ import dsimg
 from dsimg import cli
 from dsimg.console import bytes_text
 from dsimg.errors import ConfigError
-from dsimg.processor import all_cores
+from dsimg.machine import BUSY, all_cores, int8_is_exact, processor_name
 from dsimg.run import Run, make_folder, sha256, write_json
-from dsimg_export.cpu import int8_is_exact, processor_name
+from dsimg.runtime import Provider
 from dsimg_export.footprint import footprint
 from dsimg_export.served import Served, open_served
-from dsimg_export.session import Provider, Times, in_turn, noise_for, open_session, repeatable
+from dsimg_export.session import Times, in_turn, noise_for, open_session, repeatable
 
 RESAMPLES = 1000
-BUSY = 1.1  # wall time over processor time of one thread: beyond this, other work took the core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +260,7 @@ def _picture(path: Path, report: Mapping[str, Any]) -> None:
     terminal = cli.context().terminal
     files = [str(path.with_suffix(".json"))]
     try:
-        from dsimg_export.picture import draw_bench  # matplotlib, which hosts that serve need not have
+        from dsimg_export.plots import draw_bench
     except ImportError:
         terminal.say(f"no {path.name}: there is no matplotlib here (pip install matplotlib)")
     else:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +18,6 @@ from onnx import TensorProto, helper
 from dsimg.errors import ModelError
 from dsimg_export.session import INPUT, open_session
 
-Method = Literal["minmax", "percentile", "mse"]
 Range = tuple[float, float]
 
 BINS = 4096  # sixteen a step of 8 bits: what is lost within a bin does not matter

@@ -12,9 +12,9 @@ from dsimg import cli
 from dsimg.errors import ModelError
 from dsimg.evaluation import Evaluation
 from dsimg.folder import Split
+from dsimg.machine import int8_is_exact
 from dsimg.preprocess import Preprocess
 from dsimg_export.comparison import accuracy_drop
-from dsimg_export.cpu import int8_is_exact
 from dsimg_export.measuring import Answer, evaluate_sessions
 from dsimg_export.samples import Samples
 from dsimg_export.sensitivity import fewest, together

@@ -5,7 +5,6 @@ import ctypes
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +14,9 @@ from types import FrameType
 
 from dsimg import cli
 from dsimg.errors import StopRequested
+from dsimg.machine import free_port
+from dsimg.stop import STOPPED
 
-STOPPED = 75
 GO_ON = "stopped; the same command goes on from there"
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LIBC = ctypes.CDLL(None)
@@ -53,7 +53,7 @@ class Command:
     def words(self) -> list[str]:
         """Return what is run: the same with this very Python, and several ranks on a port that is free."""
         if self.ranks > 1:
-            launcher = ["-m", "deepspeed.launcher.runner", "--master_port", str(_free_port()), "--quiet"]
+            launcher = ["-m", "deepspeed.launcher.runner", "--master_port", str(free_port()), "--quiet"]
             return [sys.executable, *launcher, "--num_gpus", str(self.ranks), "--module", self.module, *self.flags]
         module = [self.stage] if "." in self.stage else ["dsimg", self.stage]
         return [sys.executable, "-m", *module, *self.flags]
@@ -118,10 +118,3 @@ def _end_with_parent() -> None:
     """Have the kernel send SIGTERM to this process when its parent is killed: else it would go on, and hold its run
     against the same command given again. Between fork and exec: nothing here takes a lock."""
     _LIBC.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dsimg.console import ms_text
 from dsimg.evaluation import Evaluation
 from dsimg.metrics import accuracy_text, compared_text, mcnemar
 from dsimg_export.kernels import Product, int8_macs
@@ -112,12 +113,12 @@ class Comparison:
         for name in ("fp32", "int8"):
             arithmetic = sum(value for op, value in self.seconds[name].items() if op in FLOAT_OPS | INT8_OPS)
             rest = sum(self.seconds[name].values()) - arithmetic
-            parts.append((1000 * arithmetic, 1000 * rest))
+            parts.append((ms_text(arithmetic), ms_text(rest)))
         (before, rest_before), (after, rest_after) = parts
         most = [op for op in self.seconds["int8"] if op not in FLOAT_OPS | INT8_OPS][:NAMED]
         return (
-            f"its convolutions and matrix products take {_ms(after)} ms, not {_ms(before)}, all else "
-            f"{_ms(rest_after)}, not {_ms(rest_before)} (most of it {', '.join(most) or 'nothing'})"
+            f"its convolutions and matrix products take {after}, not {before}, all else {rest_after}, not "
+            f"{rest_before} (most of it {', '.join(most) or 'nothing'})"
         )
 
 
@@ -135,11 +136,7 @@ def latency_ms(value: Latency) -> dict[str, float | int]:
 
 def latency_text(value: Latency) -> str:
     """Return a latency in words: 'p50 1.23 ms, p99 1.31 ms'."""
-    return f"p50 {_ms(1000 * value.median)} ms, p99 {_ms(1000 * value.p99)} ms"
-
-
-def _ms(milliseconds: float) -> str:
-    return f"{milliseconds:.2f}" if milliseconds >= 1 else f"{milliseconds:.3f}"
+    return f"p50 {ms_text(value.median)}, p99 {ms_text(value.p99)}"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ Every step is a command that is shown before it runs, and a run folder in --out.
 is trained, then the candidates are tried from the cheapest on; one that cannot win any more is not trained.
 """
 
-import hashlib
 import json
 import math
 import shutil
@@ -14,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from dsimg import cli
 from dsimg.errors import ConfigError, ModelError, RunError
@@ -22,25 +20,16 @@ from dsimg.evaluation import find_split
 from dsimg.folder import read_index
 from dsimg.metrics import accuracy_text
 from dsimg.recipe import latency_goal
-from dsimg.run import Run, as_plain, hold_lock, read_json, sha256, write_json
-from dsimg_export.commands import Command, Runner, run_command
-from dsimg_export.cpu import processor_name
-from dsimg_export.report import EQUAL, build_report, measured_files, points, shown_rows, write_report
-from dsimg_export.search_space import (
-    Candidate,
-    Measured,
-    Probed,
-    default_students,
-    in_order,
-    network_name,
-    read_probe,
-    seconds_of,
-    why_not,
-)
+from dsimg.run import Run, as_plain, hold_lock, read_json, remove_run, sha256, write_json
+from dsimg_export.chain import EVALUATION, Chain, FailedError
+from dsimg_export.commands import Runner, run_command
+from dsimg_export.report import EQUAL, build_report, shown_rows, write_report
+from dsimg_export.search_space import Candidate, Measured, Probed, default_students, in_order, seconds_of, why_not
+from dsimg_export.wanted import CompressConfig, ratios_of, target_of, wanted_text
+
+__all__ = ["CompressConfig", "compress", "search"]
 
 STATE = "compress.json"
-EVALUATION = Path("evaluations") / "compress"
-LAST = "predictions.csv"  # of an evaluation, what is written last
 # What may be another when the same search goes on: it changes what is tried and chosen, and no run.
 FREE = (
     "out",
@@ -54,72 +43,9 @@ FREE = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompressConfig:
-    """The flags of `dsimg compress`."""
-
-    source: Path
-    """The trained run to compress: the teacher of all that is tried."""
-    data: str | None = None
-    """The images to train, calibrate and measure with. Default: those that the source was trained on."""
-    out: Path
-    """The folder for the runs, report.html, report.json, report.png, and the run `winner`."""
-    max_drop: float = 0.01
-    """How far below the source's the winner's accuracy may be, 0.01 being one point."""
-    target_latency: str | None = None
-    """What the winner may take for one run here: a time (5ms), or a share of the source's in fp32 (0.5)."""
-    students: tuple[str, ...] | None = None
-    """Architectures to distil the source into. Default: the three smallest of its family that are smaller than it."""
-    ratios: tuple[float, ...] = (1.0, 0.5, 0.25)
-    """Shares of multiply-adds to prune the source and each student to; 1, the whole network, is always tried."""
-    epochs: int = 20
-    """Passes over the training images, of each distillation and after each pruning."""
-    lr: float | None = None
-    """Peak learning rate of distillation, for a global batch of 256. Default: that of `dsimg distill`."""
-    prune_lr: float | None = None
-    """The same after pruning. Default: --lr."""
-    recipe: Path | None = None
-    """A TOML file of further training flags, which distill and prune get as their --config."""
-    deepspeed_config: str | None = None
-    """A DeepSpeed JSON for the trainings: a path, or a name such as zero2."""
-    ranks: int = 1
-    """GPUs or processes that train together, on this machine."""
-    round_to: int | None = None
-    """Pruned widths stay multiples of this. Default: 8 for a cifar_resnet, 16 for others."""
-    latency_batch: int = 1
-    """Images a run of the session."""
-    latency_threads: int = 1
-    """Threads of the session."""
-    budget_minutes: float | None = None
-    """Start no further candidate after so many minutes of this start; what is running is finished."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_drop < 1:
-            raise ConfigError(
-                f"--max_drop is {self.max_drop}; it is a share of the images, such as 0.01 for one point."
-            )
-        if self.target_latency is not None:
-            latency_goal(self.target_latency)
-        if not self.ratios or not all(0 < ratio <= 1 for ratio in self.ratios):
-            raise ConfigError(f"--ratios is {self.ratios}; give shares above 0 and at most 1.")
-        for name in ("epochs", "ranks", "latency_batch", "latency_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("lr", "prune_lr", "budget_minutes"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"--{name} is {value}; it must be a positive number.")
-        if self.round_to is not None and self.round_to < 1:
-            raise ConfigError(f"--round_to is {self.round_to}; it must be at least 1.")
-
-
 def compress(config: CompressConfig) -> Run:
     """Find the fastest network within --max_drop of a run's accuracy, by distilling, pruning and quantizing it."""
     return search(config, run=run_command)
-
-
-class _FailedError(Exception):
-    """A command of a candidate ended with an error, which it has shown; the message says which."""
 
 
 @dataclass
@@ -161,18 +87,18 @@ def search(config: CompressConfig, *, run: Runner) -> Run:
     _claim(config, source)
     terminal = cli.context().terminal
     terminal.table("plan", _plan_rows(config, own, students))
-    chain = _Chain(config, source, run)
+    chain = Chain(config, source, run)
     reference = Candidate(arch=own, ratio=1.0, precision="fp32")
     try:
         found = _Search(probed=chain.probe(students), floor=0.0, target=None)
         _check_students(config, found.probed)
         found.measured[reference] = first = chain.finish(reference)
-    except _FailedError as error:
+    except FailedError as error:
         raise ModelError(f"{error}, and nothing can be compared without it. Mend what it says above.") from error
     found.floor = first.accuracy - config.max_drop - EQUAL
-    found.target = _target(config, seconds_of(reference, found.probed))
+    found.target = target_of(config, seconds_of(reference, found.probed))
     terminal.say(f"good enough is Top-1 {found.floor:.2%}; the source has {first.accuracy:.2%}")
-    for candidate in in_order(own, students, _ratios(config), found.probed):
+    for candidate in in_order(own, students, ratios_of(config), found.probed):
         if candidate == reference:
             continue
         # What an earlier start has finished is part of the report, whatever it wanted.
@@ -189,7 +115,7 @@ def search(config: CompressConfig, *, run: Runner) -> Run:
                 reason = None if finished else found.why_not(candidate)
                 if reason is None:
                     found.measured[candidate] = chain.finish(candidate)
-            except _FailedError as error:
+            except FailedError as error:
                 reason = str(error)
                 found.failed.add(candidate)
         if reason is None:
@@ -198,160 +124,6 @@ def search(config: CompressConfig, *, run: Runner) -> Run:
             found.dropped[candidate] = reason
             terminal.say(f"{candidate.name}: dropped, {reason}")
     return _conclude(config, source, reference, chain, found)
-
-
-class _Chain:
-    """Makes runs in --out by commands, each once."""
-
-    def __init__(self, config: CompressConfig, source: Run, run: Runner) -> None:
-        self.config, self.source, self._run = config, source, run
-        self.commands: dict[str, Command] = {}  # by the name of the folder that they make
-        self.parents: dict[str, Path] = {}
-        self._failed: dict[Command, str] = {}  # and how: several candidates may need the same
-        self._files: set[str] | None = None  # that the first candidate, the source, was measured on
-        self._side = source.model["preprocess"]["input_size"][1]
-
-    def probe(self, students: Sequence[str]) -> dict[tuple[str, float], Probed]:
-        """Return the latency of every network before it is trained, measured once, in turn. Raises _FailedError."""
-        config = self.config
-        flags: list[str] = ["--source", str(config.source)]
-        flags += ["--students", *students] if students else []
-        flags += ["--ratios", *(f"{ratio:g}" for ratio in _ratios(config))]
-        flags += ["--round_to", str(self._round_to()), *self._session_flags()]
-        # Named by what is asked: with other students or ratios everything is measured anew, in turn.
-        # So it is on another processor.
-        mark = hashlib.sha256(" ".join((*flags, processor_name())).encode()).hexdigest()[:6]
-        path = config.out / f"probe-{mark}.json"
-        command = Command("dsimg.probe", (*flags, "--out", str(path)))
-        if not path.exists():
-            self._do(command, makes=path)
-        return read_probe(read_json(path))
-
-    def has(self, candidate: Candidate) -> bool:
-        """Tell whether a candidate is finished and evaluated."""
-        return (self.config.out / candidate.name / EVALUATION / LAST).exists()
-
-    def trained(self, candidate: Candidate) -> Measured | None:
-        """Make the network of a candidate, and return what its training said of its accuracy. Raises _FailedError."""
-        run = Run.open(self._network(candidate.arch, candidate.ratio))
-        said = (run.manifest or {})["metrics"].get("validation")
-        return None if said is None else _measured(said)
-
-    def finish(self, candidate: Candidate) -> Measured:
-        """Make the file of a candidate, and all that it is made of, and measure its accuracy. Raises _FailedError."""
-        network = self._network(candidate.arch, candidate.ratio)
-        file = self._make("export", f"{candidate.network}_fp32", network)
-        if candidate.precision == "int8":
-            file = self._make("quantize", candidate.name, file, *self._data_flags())
-        place = file / EVALUATION
-        if not (place / LAST).exists():
-            command = Command("evaluate", ("--source", str(file), *self._data_flags(), "--out", str(place)))
-            self._do(command, makes=place / LAST)
-        files = measured_files(place / LAST)
-        if self._files is None:
-            self._files = files
-        elif files != self._files:
-            raise _FailedError("it was measured on other images than the source, and cannot be compared with it")
-        return _measured(read_json(place / "evaluation.json"))
-
-    def bench(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return the measurement of these files in turn, the first being what ratios refer to. Raises _FailedError."""
-        out = self.config.out
-        path = out / "bench" / "bench.json"
-        runs = [out / name for name in names]
-        session = {"threads": self.config.latency_threads, "batch_size": self.config.latency_batch}
-        if path.exists():
-            kept = read_json(path)
-            same = [entry["sha256"] for entry in kept["runs"]] == [sha256(one / "run.json") for one in runs]
-            same = same and kept["machine"]["processor"] == processor_name()
-            if same and all(kept["measurements"][0][key] == value for key, value in session.items()):
-                return kept
-        flags = ("--batch_sizes", str(session["batch_size"]), "--threads", str(session["threads"]))
-        path.unlink(missing_ok=True)
-        command = Command("bench", ("--source", *map(str, runs), *flags, "--out", str(path.parent)))
-        self._do(command, makes=path)
-        return read_json(path)
-
-    def history(self, candidate: Candidate) -> list[str]:
-        """Return the commands that lead from the source to a candidate."""
-        lines: list[str] = []
-        path = self.config.out / candidate.name
-        while path != self.config.source:
-            lines.append(str(self.commands[path.name]))
-            path = self.parents[path.name]
-        return lines[::-1]
-
-    def _network(self, arch: str, ratio: float) -> Path:
-        """Return the trained run of a network, which is made where it is not there."""
-        config, own = self.config, arch == self.source.model["arch"]
-        whole = self.config.source
-        if not own:
-            model = ("--model", arch, "--image_size", str(self._side))
-            whole = self._make("distill", network_name(arch, 1.0), config.source, *model, *self._training(config.lr))
-        if ratio == 1:
-            return whole
-        flags = ["--target_macs", f"{ratio:g}", "--round_to", str(self._round_to())]
-        flags += [] if own else ["--teacher", str(config.source)]
-        lr = config.lr if config.prune_lr is None else config.prune_lr
-        return self._make("prune", network_name(arch, ratio), whole, *flags, *self._training(lr))
-
-    def _training(self, lr: float | None) -> list[str]:
-        config = self.config
-        flags = [] if config.recipe is None else ["--config", str(config.recipe)]
-        flags += self._data_flags()
-        flags += [] if config.deepspeed_config is None else ["--deepspeed_config", config.deepspeed_config]
-        return [*flags, "--epochs", str(config.epochs), *([] if lr is None else ["--lr", str(lr)])]
-
-    def _data_flags(self) -> list[str]:
-        return [] if self.config.data is None else ["--data", self.config.data]
-
-    def _session_flags(self) -> list[str]:
-        return [
-            *("--latency_batch", str(self.config.latency_batch)),
-            *("--latency_threads", str(self.config.latency_threads)),
-        ]
-
-    def _round_to(self) -> int:
-        narrow = self.source.model["arch"].startswith("cifar_resnet")
-        return self.config.round_to or (8 if narrow else 16)
-
-    def _make(self, stage: str, name: str, parent: Path, *flags: str) -> Path:
-        """Return the run of this name, finished, made from its parent by a stage."""
-        path = self.config.out / name
-        ranks = self.config.ranks if stage in ("distill", "prune") else 1
-        command = Command(stage, ("--source", str(parent), *flags, "--out", str(path)), ranks)
-        self.commands[name], self.parents[name] = command, parent
-        if Run.state(path) != "finished":
-            self._do(command, makes=path / "run.json")
-        made_of = Run.open(path).manifest or {}
-        if sha256(parent / "run.json") not in {one["sha256"] for one in made_of["parents"]}:
-            raise RunError(
-                f"{path} was made of another run than {parent} is now. Remove it, and the same command makes it anew."
-            )
-        return path
-
-    def _do(self, command: Command, *, makes: Path) -> None:
-        failure = self._failed.get(command)
-        if failure is None:
-            cli.context().terminal.say(f"\n$ {command}")
-            code = self._run(command)
-            if code:
-                failure = (
-                    f"{command.named} ended with exit code {code}"
-                    if code > 0
-                    else (f"{command.named} was ended by signal {-code}" + (" (out of memory?)" if code == -9 else ""))
-                )
-            elif not makes.exists():  # a launcher whose ranks were killed
-                failure = f"{command.named} ended before {makes} was there"
-        if failure is not None:
-            self._failed[command] = failure
-            raise _FailedError(failure)
-
-
-def _measured(report: Mapping[str, Any]) -> Measured:
-    """Return the accuracy in a report of `metrics.evaluation_report`'s form."""
-    top1 = report["top1"]
-    return Measured(accuracy=top1["value"], low=top1["interval"][0], high=top1["interval"][1])
 
 
 def _open_source(config: CompressConfig) -> Run:
@@ -429,25 +201,13 @@ def _content(path: Path) -> str | None:
     return sha256(path) if path.is_file() else None
 
 
-def _ratios(config: CompressConfig) -> tuple[float, ...]:
-    # As they are named and passed on, with six digits.
-    return tuple(dict.fromkeys((1.0, *(float(f"{ratio:g}") for ratio in config.ratios))))
-
-
-def _target(config: CompressConfig, source_seconds: float) -> float | None:
-    if config.target_latency is None:
-        return None
-    value, is_seconds = latency_goal(config.target_latency)
-    return value if is_seconds else value * source_seconds
-
-
 def _plan_rows(config: CompressConfig, own: str, students: Sequence[str]) -> list[tuple[str, str]]:
-    count = 2 * len(_ratios(config)) * (1 + len(students))
-    ratios = ", ".join(f"{ratio:g}" for ratio in _ratios(config))
+    count = 2 * len(ratios_of(config)) * (1 + len(students))
+    ratios = ", ".join(f"{ratio:g}" for ratio in ratios_of(config))
     budget = "" if config.budget_minutes is None else f", none begun after {config.budget_minutes:g} minutes"
     return [
         ("source", f"{config.source}: {own}"),
-        ("wanted", _wanted_text(config)),
+        ("wanted", wanted_text(config)),
         ("networks", f"{', '.join((own, *students))}; {ratios} of their MACs; fp32 and int8"),
         ("candidates", f"{count}, the cheapest to train first{budget}"),
         ("training", f"{config.epochs} epochs each, {config.ranks} rank{'s' * (config.ranks > 1)}"),
@@ -455,22 +215,13 @@ def _plan_rows(config: CompressConfig, own: str, students: Sequence[str]) -> lis
     ]
 
 
-def _wanted_text(config: CompressConfig) -> str:
-    wanted = f"the fastest that loses at most {points(config.max_drop)} of Top-1"
-    if config.target_latency is None:
-        return wanted
-    value, is_seconds = latency_goal(str(config.target_latency))
-    target = f"{1000 * value:g} ms" if is_seconds else f"{value:g} of the source's latency"
-    return f"{wanted}, and takes at most {target}"
-
-
-def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: _Chain, found: _Search) -> Run:
+def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: Chain, found: _Search) -> Run:
     """Measure the finished files in turn, write the report, and copy the winner."""
     terminal = cli.context().terminal
     others = [candidate for candidate in found.measured if candidate != reference]
     try:
         bench = chain.bench([candidate.name for candidate in (reference, *others)])
-    except _FailedError as error:
+    except FailedError as error:
         raise ModelError(f"{error}: the files are there, and not measured. Mend what it says above.") from error
     report = build_report(
         out=config.out,
@@ -478,7 +229,7 @@ def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: 
             "max_drop": config.max_drop,
             "target_latency": config.target_latency,
             "source": str(source.path),
-            "text": _wanted_text(config),
+            "text": wanted_text(config),
         },
         finished={candidate: chain.history(candidate) for candidate in (reference, *others)},
         dropped=found.dropped,
@@ -495,7 +246,8 @@ def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: 
     place = config.out / "winner"
     files = [str(config.out / name) for name in ("report.html", "report.png", "report.json")]
     if winner is None:
-        _remove(place)
+        if place.exists():
+            remove_run(place)
         terminal.say(f"report: {', '.join(path for path in files if Path(path).exists())}")
         raise ModelError(report["conclusion"])
     _copy_run(config.out / winner["name"], place)
@@ -519,17 +271,9 @@ def _copy_run(run: Path, place: Path) -> None:
     beside = place.with_name(f".{place.name}.tmp")
     shutil.rmtree(beside, ignore_errors=True)
     shutil.copytree(run, beside, ignore=shutil.ignore_patterns(".lock", "*.tmp"))
-    _remove(place)
-    beside.rename(place)
-
-
-def _remove(place: Path) -> None:
-    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one."""
-    aside = place.with_name(f".{place.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
     if place.exists():
-        place.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_run(place)
+    beside.rename(place)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsimg.errors import ModelError
-from dsimg_export.session import WARM_UP_ROUNDS, Provider, noise_for, open_session, repeatable
+from dsimg.runtime import Provider
+from dsimg_export.session import WARM_UP_ROUNDS, noise_for, open_session, repeatable
 
 PROCESSES = 3  # the median of them
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -25,9 +26,8 @@ class Footprint:
 
     load_seconds: float  # from the file, which was read before and so is in the system's cache
     loaded_bytes: int  # of the host's memory that are in use once the session is open
-    peak_bytes: (
-        int | None
-    )  # of the host's memory, at most, from there through the first runs; None: cannot be told here
+    # Of the host's memory, at most, from there through the first runs; None where that cannot be told.
+    peak_bytes: int | None
 
 
 def footprint(

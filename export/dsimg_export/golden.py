@@ -23,11 +23,12 @@ from safetensors.numpy import save_file
 
 import dsimg
 from dsimg.errors import ImageError, RunError
+from dsimg.machine import int8_is_exact
 from dsimg.preprocess import Preprocess, decode, normalise, resize_and_crop
 from dsimg.run import replacing
-from dsimg_export.cpu import int8_is_exact
+from dsimg.runtime import Provider
 from dsimg_export.served import logits_of
-from dsimg_export.session import Provider, open_session
+from dsimg_export.session import open_session
 
 COUNT = 6  # images in a run
 SIDE = 16  # of a thumbnail

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic
 from onnxruntime.quantization.calibrate import TensorData, TensorsData
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
@@ -21,7 +20,7 @@ from dsimg.errors import ModelError
 from dsimg.run import replacing
 from dsimg_export.calibrate import Range, extremes
 from dsimg_export.onnx_file import DEPENDS_ON_BATCH, PIXEL_STEPS, describe
-from dsimg_export.session import open_session
+from dsimg_export.session import load_model, open_session, precision_of
 
 # Softmax, layer norm and GELU stay in float: with them in int8 a small ViT's relative error was 0.44 instead of 0.04.
 TRANSFORMER_OPS = ("Conv", "Gemm", "MatMul")
@@ -33,7 +32,6 @@ CONVOLUTIONAL_OPS = (
 )
 DYNAMIC_OPS = ("MatMul", "Gemm")
 FOLDED = ("Relu", "Clip")  # into the operator before them
-INT8_MARKS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "MatMulInteger", "ConvInteger"))
 METADATA = "dsimg."
 Activation = Literal["uint8", "int8"]
 
@@ -58,23 +56,23 @@ def quantize_static_int8(
 def default_ops(source: Path) -> tuple[str, ...]:
     """Return the operators to quantize: few in a network with layer norm or softmax, more in a convolutional one.
 
-    Raises ModelError: a file that ONNX Runtime cannot run.
+    Raises ModelError: not a whole ONNX file.
     """
     return TRANSFORMER_OPS if is_transformer(source) else CONVOLUTIONAL_OPS
 
 
 def is_transformer(source: Path) -> bool:
-    """Tell whether a network has layer norm or softmax. Raises ModelError: a file that ONNX Runtime cannot run."""
-    open_session(source)
-    return not {"LayerNormalization", "Softmax"}.isdisjoint(node.op_type for node in onnx.load(source).graph.node)
+    """Tell whether a network has layer norm or softmax. Raises ModelError: not a whole ONNX file."""
+    operators = {node.op_type for node in load_model(source).graph.node}
+    return not {"LayerNormalization", "Softmax"}.isdisjoint(operators)
 
 
 def check_is_fp32(source: Path) -> None:
     """Raise ModelError where a file holds int8 already, or half precision."""
-    graph = onnx.load(source).graph
-    if any(node.op_type in INT8_MARKS or node.op_type.startswith("QLinear") for node in graph.node):
+    precision = precision_of(load_model(source))
+    if precision == "int8":
         raise ModelError(f"{source} is in int8 already. Give the fp32 run that it was made from.")
-    if any(tensor.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16) for tensor in graph.initializer):
+    if precision == "fp16":
         raise ModelError(f"{source} is in half precision. Export the run again with --dtype fp32, then quantize that.")
 
 

@@ -1,6 +1,8 @@
 """Accuracy of an ONNX session on labelled images: the figures and the report of `dsimg evaluate`, without torch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from dsimg.evaluation import Evaluation, gather, measure
 from dsimg.folder import Split
 from dsimg.preprocess import Preprocess
+from dsimg.runtime import Provider
 from dsimg_export.reading import read_batches
 
 Answer = Callable[[NDArray[np.uint8]], NDArray[np.float32]]
@@ -31,6 +34,12 @@ def evaluate_session(
         {"": logits}, split=split, preprocess=preprocess, classes=classes, batch_size=batch_size, threads=threads
     )
     return found[""]
+
+
+def measured_on(evaluation: Evaluation, *, file: Path, role: str, provider: Provider) -> Evaluation:
+    """Return an evaluation whose report says which file of a run was measured, and where."""
+    said = {"file": file.name, "role": role, "provider": provider}
+    return replace(evaluation, report={**evaluation.report, "measured": said})
 
 
 def evaluate_sessions(

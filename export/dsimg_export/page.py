@@ -7,8 +7,7 @@ from html import escape
 from typing import Any
 
 from dsimg.console import bytes_text, count_text
-
-BUSY = 1.1  # wall time over processor time of one thread, as `dsimg bench` has it; beyond, other work took the core
+from dsimg.machine import BUSY
 
 STYLE = """
 :root { color-scheme: light dark; --back: #f6f6f4; --card: #fff; --line: #e2e2dd; --text: #1d2025; --faint: #676c75;

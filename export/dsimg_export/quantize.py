@@ -6,7 +6,7 @@ dsimg quantize --source RUN --out RUN2
 import math
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,23 +14,23 @@ from dsimg import cli
 from dsimg.console import bytes_text
 from dsimg.errors import ConfigError
 from dsimg.evaluation import Evaluation, write_evaluation
+from dsimg.machine import all_cores, int8_is_exact
 from dsimg.metrics import accuracy_text
 from dsimg.preprocess import Preprocess
-from dsimg.processor import all_cores
-from dsimg.run import Run, write_json
+from dsimg.run import ROLES, Run, write_json
 from dsimg_export.choosing import Choice, Chooser, role_of_this_machine
 from dsimg_export.comparison import Comparison
-from dsimg_export.cpu import int8_is_exact
 from dsimg_export.golden import machine, read_golden, record
-from dsimg_export.int8 import activation_type, check_is_fp32, default_ops, is_transformer
+from dsimg_export.int8 import check_is_fp32, default_ops, is_transformer
 from dsimg_export.kernels import products, seconds_by_operator
+from dsimg_export.measuring import measured_on
 from dsimg_export.samples import Samples, find_samples
 from dsimg_export.session import latency
 from dsimg_export.stage import copy_described, run_short
 from dsimg_export.trials import Candidates, Way
 
 FLIP_ROWS = 10  # classes in the terminal
-FILES = {"model": "model.onnx", "reduced": "model_reduced.onnx"}
+INT8_ROLES = ("model", "reduced")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +84,14 @@ class _Plan:
 def quantize(config: QuantizeConfig) -> Run:
     """Write an exported run in int8, twice: with weights of 8 bits, and of 7 for x86 processors without VNNI."""
     source = Run.open(config.source)
-    # What cannot be quantized is refused before there is a run that the corrected command would not fit.
-    finished = Run.state(config.out) == "finished" and not config.overwrite
-    plan = None if finished else _plan(config, source)
-
-    def body(out: Run) -> None:
-        _quantize(config, plan or _plan(config, source), out)
-
-    reads = [] if config.data is None else [Path(config.data)]
-    return run_short(config, stage="quantize", parents=[source], reads=reads, body=body)
+    return run_short(
+        config,
+        stage="quantize",
+        parents=[source],
+        reads=[] if config.data is None else [Path(config.data)],
+        prepare=lambda: _plan(config, source),
+        body=lambda out, plan: _quantize(config, plan, out),
+    )
 
 
 def _plan(config: QuantizeConfig, source: Run) -> _Plan:
@@ -129,6 +128,7 @@ def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
         ],
     )
     copy_described(plan.source, out, block["classes"])
+    written = {role: out.path / ROLES[role][0] for role in INT8_ROLES}
     # Beside the result: where there is room for that, there is for what is tried. A killed run's is removed.
     with tempfile.TemporaryDirectory(dir=out.path, prefix=".trials-", suffix=".tmp") as folder:
         candidates = Candidates(
@@ -149,12 +149,12 @@ def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
             threads=threads,
         )
         choice = chooser.choose(plan.ways)
-        measured, choice = chooser.write(choice, {role: out.path / name for role, name in FILES.items()})
+        measured, choice = chooser.write(choice, written)
     dynamic = choice.way == "dynamic"
     used = () if dynamic else tuple(file for file in samples.calibration.files if file not in candidates.unreadable)
     write_json(out.path / "calibration.json", _calibration(samples, used, candidates, choice))
     role = role_of_this_machine()
-    files = {"fp32": path, "int8": out.path / FILES[role]}
+    files = {"fp32": path, "int8": written[role]}
     comparison = Comparison(
         fp32=measured["fp32"],
         int8=measured[role],
@@ -164,13 +164,11 @@ def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
         classes=block["classes"],
         max_drop=config.max_drop,
     )
-    written = {role: out.path / name for role, name in FILES.items()}
     # What a saturating processor makes of the 8-bit file is not what others are to compare with.
     right = {name: file for name, file in written.items() if name in measured}
     golden = record(plan.encoded, right, preprocess=preprocess, classes=block["classes"])
     golden.save(out.path / "golden.safetensors")
-    described = {"file": FILES[role], "role": role, "provider": "cpu"}
-    reported = replace(measured[role], report={**measured[role].report, "measured": described})
+    reported = measured_on(measured[role], file=written[role], role=role, provider="cpu")
     write_evaluation(out.path, reported, block["classes"])
     sizes = {"fp32": path.stat().st_size, **{role: file.stat().st_size for role, file in written.items()}}
     metrics = {
@@ -181,8 +179,6 @@ def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
         "flattered": list(choice.flattered),
         "max_drop": config.max_drop,
         "calibration_images": len(used),
-        "activation": "uint8" if dynamic else activation_type(),
-        "depends_on_batch": dynamic,
         "role": role,
         "bytes": sizes,
         "machine": machine(),
@@ -226,7 +222,6 @@ def _calibration(samples: Samples, used: tuple[str, ...], candidates: Candidates
         "unreadable": candidates.unreadable,
         "choosing_files": list(samples.choosing.files),
         "ranges": {name: list(ends) for name, ends in candidates.ranges(choice.way).items()},
-        "in_float": {role: list(names) for role, names in choice.in_float.items()},
         "sensitivity": [
             {"layer": name, "relative_error": error if math.isfinite(error) else None}
             for name, error in choice.sensitivity

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from dsimg.machine import all_cores
 from dsimg.preprocess import Preprocess, read_pixels
-from dsimg.processor import all_cores
 
 PART = 8  # files a task
 

@@ -1,6 +1,5 @@
 """What a search found, as data, as rows for the terminal, and as files: report.json, report.html, report.png."""
 
-import csv
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 import numpy as np
 
 import dsimg
-from dsimg.errors import RunError
+from dsimg.evaluation import read_predictions
 from dsimg.metrics import mcnemar
-from dsimg.run import read_json, replacing, write_atomically, write_json
-from dsimg_export.page import log_ticks, page
+from dsimg.run import read_json, write_atomically, write_json
+from dsimg_export.page import page
 from dsimg_export.search_space import WORTH, Candidate, Probed, pareto, seconds_of
 
 EQUAL = 1e-9  # accuracies are counts over counts
@@ -121,12 +120,9 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     write_json(folder / "report.json", report)
     write_atomically(folder / "report.html", page(report).encode("utf-8", "backslashreplace"))
     if importlib.util.find_spec("matplotlib") is not None:
-        path = folder / "report.png"
-        try:
-            with replacing(path) as temporary:
-                _draw(temporary, report)
-        except OSError as error:
-            raise RunError(f"cannot write {path}: {error.strerror}. Free some space.") from error
+        from dsimg_export.plots import draw_search
+
+        draw_search(folder / "report.png", report)
 
 
 def points(share: float) -> str:
@@ -147,15 +143,9 @@ def _identity(one: Candidate, probed: Mapping[tuple[str, float], Probed]) -> dic
     }
 
 
-def measured_files(predictions: Path) -> set[str]:
-    """Return the images of a predictions.csv."""
-    return set(_right(predictions))
-
-
 def _right(predictions: Path) -> dict[str, bool]:
     """Return whether each image of a predictions.csv was classified rightly."""
-    with predictions.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        return {row["file"]: row["correct"] == "1" for row in csv.DictReader(stream)}
+    return {file: row["correct"] == "1" for file, row in read_predictions(predictions).items()}
 
 
 def _compare(ours: Mapping[str, bool], theirs: Mapping[str, bool]) -> dict[str, Any] | None:
@@ -201,54 +191,3 @@ def _conclusion(
         f"nothing that was tried is within {points(max_drop)} of the source and takes at most {limit:.3g} ms; "
         f"nearest: {'; '.join(near)}. Give more --epochs, other --students or --ratios, or ask for less."
     )
-
-
-def _draw(path: Path, report: Mapping[str, Any]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_xscale("log")
-    limit = report["wanted"]["limit_ms"]
-    times = [row["p50_ms"] for row in report["candidates"]] + ([] if limit is None else [limit])
-    low_ms, high_ms = min(times) / 1.15, max(times) * 1.5  # names stand to the right of their points
-    ticks = log_ticks(low_ms, high_ms, most=10)
-    axes.set_xlim(low_ms, high_ms)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    for precision, colour, marker in (("fp32", "C0", "o"), ("int8", "C1", "s")):
-        rows = [row for row in report["candidates"] if row["precision"] == precision]
-        if not rows:
-            continue
-        right = np.array([row["top1"] for row in rows])
-        low, high = np.array([row["interval"] for row in rows]).T
-        axes.errorbar(
-            [row["p50_ms"] for row in rows],
-            100 * right,
-            yerr=100 * np.stack([right - low, high - right]),
-            fmt=marker,
-            color=colour,
-            elinewidth=1,
-            capsize=2,
-            label=precision,
-        )
-        for row in rows:
-            name = f"{row['name'].removesuffix(f'_{precision}')}{' (winner)' if row['winner'] else ''}"
-            axes.annotate(
-                name, (row["p50_ms"], 100 * row["top1"]), (6, 5), textcoords="offset points", fontsize="small"
-            )
-    front = [row for row in report["candidates"] if row["front"]]
-    axes.step([row["p50_ms"] for row in front], [100 * row["top1"] for row in front], where="post", color="0.6", lw=1)
-    axes.axhline(100 * report["wanted"]["floor"], color="C2", linestyle="--", linewidth=1, label="good enough above")
-    if limit is not None:
-        axes.axvline(limit, color="C3", linestyle="--", linewidth=1, label="fast enough before")
-    on = report["measured_on"]
-    threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
-    axes.set(xlabel=f"ms a run (median, batch {on['batch_size']}, {threads})")
-    axes.set_ylabel(f"Top-1 on {on['images']:,} images (%)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", frameon=False, loc="lower right")
-    figure.savefig(path, dpi=150, format="png")

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg.errors import ConfigError, DataError, RunError
-from dsimg.evaluation import is_folder, missing_notes, recorded_split
-from dsimg.folder import ImageFolder, Split, find_images, find_labelled, read_index
+from dsimg.evaluation import missing_notes, recorded_split
+from dsimg.folder import ImageFolder, Split, find_images, find_labelled, is_folder, read_index
 from dsimg.run import Run, read_json
 
 CHOOSING_IMAGES = 1000  # at most; their pixels are kept in memory

@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dsimg.console import ms_text
+
 Precision = Literal["fp32", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 
@@ -129,7 +131,7 @@ def why_not(
         return known.error
     seconds = known.seconds[candidate.precision]
     if target is not None and seconds > PROBE_SLACK * target:
-        return f"too slow: {ms(seconds)} before training, and {ms(target)} is asked for"
+        return f"too slow: {ms_text(seconds)} before training, and {ms_text(target)} is asked for"
 
     def no_faster_than(other: float) -> bool:
         fits_alone = target is not None and seconds <= target < other
@@ -138,12 +140,13 @@ def why_not(
     good = [one for one, found in measured.items() if found.accuracy >= floor]
     best = min(good, key=lambda one: seconds_of(one, probed), default=None)
     if best is not None and no_faster_than(seconds_of(best, probed)):
-        times = f"{ms(seconds)} and {ms(seconds_of(best, probed))}"
+        times = f"{ms_text(seconds)} and {ms_text(seconds_of(best, probed))}"
         return f"not {1 - WORTH:.0%} faster than {best.name}, which is good enough: {times}"
     for larger in _larger(candidate, probed):
         other = seconds_of(larger, probed)
         if larger not in failed and no_faster_than(other):
-            return f"not {1 - WORTH:.0%} faster than {larger.name}, which loses less: {ms(seconds)} and {ms(other)}"
+            times = f"{ms_text(seconds)} and {ms_text(other)}"
+            return f"not {1 - WORTH:.0%} faster than {larger.name}, which loses less: {times}"
     known_of = {(one.arch, one.ratio): found for one, found in measured.items() if one.precision == "fp32"}
     for (arch, ratio), found in {**trained, **known_of}.items():
         if arch != candidate.arch or found.high >= floor:
@@ -196,8 +199,3 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> set[str]:
             for other_slow, other_right in points.values()
         )
     }
-
-
-def ms(seconds: float) -> str:
-    """Return a latency as a person reads it: '4.72 ms'."""
-    return f"{1000 * seconds:.3g} ms"

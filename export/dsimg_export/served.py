@@ -8,11 +8,12 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from dsimg.errors import RunError
+from dsimg.machine import int8_is_exact
 from dsimg.preprocess import Preprocess, normalise
 from dsimg.run import Run
-from dsimg_export.cpu import int8_is_exact
+from dsimg.runtime import Provider
 from dsimg_export.onnx_file import DEPENDS_ON_BATCH
-from dsimg_export.session import INPUT, OUTPUT, Provider, open_session, takes_pixels
+from dsimg_export.session import INPUT, OUTPUT, open_session, takes_pixels
 
 
 @dataclass(frozen=True)

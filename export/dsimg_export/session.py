@@ -14,10 +14,12 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from dsimg.errors import ConfigError, ModelError
+from dsimg.runtime import Provider
+
+Precision = Literal["fp32", "fp16", "int8"]
 
 INPUT = "images"
 OUTPUT = "logits"
-Provider = Literal["cpu", "cuda", "tensorrt"]
 PROVIDERS: dict[Provider, str] = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
@@ -34,6 +36,7 @@ INT8_OPS = frozenset(
     )
 )
 FLOAT_OPS = frozenset(("Conv", "FusedConv", "NhwcFusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"))
+INT8_MARKS = ("Quantize", "Integer", "QLinear", "QGemm")  # in the names of operators that take or give 8 bits
 ERRORS_ONLY = 3  # ONNX Runtime's log level
 
 
@@ -155,31 +158,22 @@ def repeatable(
     return step
 
 
-def optimised_graph(path: Path, provider: Provider = "cpu") -> Any:
-    """Return the graph that a session of the file runs, as ONNX Runtime writes it: an onnx.GraphProto.
+def operators_run(path: Path, provider: Provider = "cpu") -> Counter[str]:
+    """Return how many of each operator a session of the file runs, from the graph that ONNX Runtime makes of it.
 
-    TensorRT's part of it is one engine, which cannot be written. Raises ModelError and ConfigError as `open_session`.
+    The file alone does not say: a quantized operator whose neighbours do not fit runs in float between conversions.
+    TensorRT's part is one engine, which cannot be written. Raises ModelError and ConfigError as `open_session`.
     """
     with tempfile.TemporaryDirectory(prefix="dsimg-") as folder:
         optimised = Path(folder) / "optimised.onnx"
         options = _options(1)
         options.optimized_model_filepath = str(optimised)
         _open(path, options, provider)
-        return onnx.load(optimised).graph
+        return Counter(node.op_type for node in onnx.load(optimised).graph.node)
 
 
-def operators_run(path: Path, provider: Provider = "cpu") -> Counter[str]:
-    """Return how many of each operator a session of the file runs. Raises as `optimised_graph`."""
-    return Counter(node.op_type for node in optimised_graph(path, provider).node)
-
-
-def int8_share(path: Path) -> Int8Share:
-    """Return what a session of the file runs in int8, from the graph that ONNX Runtime makes of it.
-
-    The file alone does not say: a quantized operator whose neighbours do not fit runs in float between conversions.
-    Raises ModelError as `open_session`.
-    """
-    counts = operators_run(path)
+def int8_share(counts: Counter[str]) -> Int8Share:
+    """Return how many of the convolutions and matrix products among operators (see `operators_run`) are in int8."""
     int8 = sum(counts[op] for op in INT8_OPS)
     return Int8Share(int8=int8, total=int8 + sum(counts[op] for op in FLOAT_OPS))
 
@@ -197,9 +191,13 @@ def _options(threads: int, without: Sequence[str] = ()) -> onnxruntime.SessionOp
     return options
 
 
-def is_int8(model: onnx.ModelProto) -> bool:
-    """Tell whether an ONNX model computes in int8: whether any of its operators quantizes."""
-    return any("Quantize" in node.op_type or "Integer" in node.op_type for node in model.graph.node)
+def precision_of(model: onnx.ModelProto) -> Precision:
+    """Return what an ONNX model computes in: int8 where any of its operators quantizes, fp16 where it has weights in
+    half precision, of either kind."""
+    if any(mark in node.op_type for node in model.graph.node for mark in INT8_MARKS):
+        return "int8"
+    half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    return "fp16" if any(tensor.data_type in half for tensor in model.graph.initializer) else "fp32"
 
 
 def takes_pixels(session: onnxruntime.InferenceSession) -> bool:
@@ -216,7 +214,8 @@ def noise_for(session: onnxruntime.InferenceSession, batch: int, input_size: tup
     return random.standard_normal((batch, *input_size), dtype=np.float32)
 
 
-def _load(path: Path) -> onnx.ModelProto:
+def load_model(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file. Raises ModelError: not a whole one."""
     try:
         return onnx.load(path)
     except Exception as error:  # protobuf's own has no public name
@@ -227,7 +226,7 @@ def _open(path: Path, options: onnxruntime.SessionOptions, provider: Provider) -
     if not path.is_file():
         raise ModelError(f"{path} does not exist. Give the path of an ONNX file.")
     name = PROVIDERS[provider]
-    if provider == "tensorrt" and is_int8(_load(path)):
+    if provider == "tensorrt" and precision_of(load_model(path)) == "int8":
         raise ConfigError(
             f"--provider tensorrt: {path} is in int8 with zero points, and TensorRT takes only symmetric int8. Give "
             "the exported run that it was made from, or --provider cuda."

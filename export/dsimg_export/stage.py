@@ -6,12 +6,15 @@ A stage that was stopped is done again from its start by the same command.
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dsimg import cli
-from dsimg.run import Run, as_plain, hold_lock
+from dsimg.errors import DsimgError
+from dsimg.run import Run, as_plain, hold_lock, nothing_to_do, write_labels
 
 FREE = ("out", "overwrite", "threads")
+
+P = TypeVar("P")
 
 
 class Config(Protocol):
@@ -34,37 +37,42 @@ def run_short(
     stage: str,
     parents: Sequence[Run],
     reads: Sequence[Path] = (),
-    free: Sequence[str] = (),
-    body: Callable[[Run], None],
+    prepare: Callable[[], P],
+    body: Callable[[Run, P], None],
 ) -> Run:
     """Run `body`, which writes the files of the run and finishes it, unless that was done; return the run.
 
-    `free` names flags, beyond those of every such stage, that change nothing in the run. Raises RunError as
-    `Run.begin`, and where a run was begun with parents that have been made anew since.
+    `prepare` opens what the body needs, before the folder is claimed; what is refused then, or by the body, leaves the
+    folder to the command put right. Raises RunError as `Run.begin`, and where a run was begun with parents that have
+    been made anew since.
     """
     path = config.out
-    if Run.state(path) != "new":
+    before = Run.state(path)
+    if before != "new":
         hold_lock(path)
+    prepared = None if before == "finished" and not config.overwrite else prepare()
     run, state = Run.begin(
         path,
         stage=stage,
         config=as_plain(config),
-        free=(*FREE, *free),
+        free=FREE,
         parents=parents,
         reads=reads,
         overwrite=config.overwrite,
     )
     if state != "new":
         Run.check_parents(path, [parent.path for parent in parents])
-    if state == "finished":
-        cli.context().terminal.say(
-            f"{path} is a finished run of this very config: nothing to do. --overwrite makes it again."
-        )
+    if prepared is None:
+        cli.context().terminal.say(nothing_to_do(path))
         return run
     hold_lock(path)
     if state == "unfinished":
         _remove_half_written(path)
-    body(run)
+    try:
+        body(run, prepared)
+    except DsimgError:
+        run.withdraw()
+        raise
     return Run.open(path)
 
 
@@ -81,5 +89,4 @@ def copy_described(source: Run | None, out: Run, classes: Sequence[str]) -> None
     """Bring along what later stages read: the list of images of `source`, where it has one, and the classes as text."""
     if source is not None and source.has("index"):
         shutil.copyfile(source.file("index"), out.path / "index.jsonl.gz")
-    labels = "".join(f"{name}\n" for name in classes)
-    (out.path / "labels.txt").write_bytes(labels.encode("utf-8", "surrogateescape"))
+    write_labels(out.path, classes)

@@ -6,26 +6,25 @@ Nothing is written.
 """
 
 import contextlib
-import csv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import onnx
 
 from dsimg import cli
 from dsimg.console import bytes_text
 from dsimg.errors import ConfigError, DsimgError, RunError
-from dsimg.evaluation import Evaluation, find_split
+from dsimg.evaluation import Evaluation, find_split, read_predictions
 from dsimg.folder import Split
+from dsimg.machine import all_cores, int8_is_exact
 from dsimg.metrics import accuracy_text
 from dsimg.preprocess import Preprocess
-from dsimg.processor import all_cores
 from dsimg.run import Run, read_json, sha256
-from dsimg_export.cpu import int8_is_exact
+from dsimg.runtime import Provider
 from dsimg_export.golden import (
     Golden,
     Limit,
@@ -39,14 +38,11 @@ from dsimg_export.golden import (
 )
 from dsimg_export.measuring import evaluate_session
 from dsimg_export.served import Served, open_served, role_here
-from dsimg_export.session import Provider, int8_share, is_int8, operators_run
+from dsimg_export.session import Precision, int8_share, operators_run, precision_of
 
-Precision = Literal["fp32", "fp16", "int8"]
-
-# What other kernels explain. fp32: beyond what threads, batch sizes and fusions changed (3e-7) by orders, because a GPU
-# sums in another order. fp16: 11 bits. int8: kernels without fusions round some values the other way, by a step or two
-# of the last layer, which is about 1 in 140 of the largest logit: up to 1.5 % of that in ResNets of 20 and 50 layers,
-# 2.2 % of the spread in a pruned one; nothing between numbers of threads and batch sizes.
+# What other kernels explain: without fusions the logits of two fp32 networks changed by up to 4e-7 of their spread,
+# those of five in int8 by up to 1.6 %; numbers of threads and batch sizes changed nothing (docs/log.md). fp32: beyond
+# that by orders, because a GPU sums in another order. fp16: 11 bits.
 LIMITS: dict[Precision, Limit] = {
     "fp32": Limit(spread=1e-3, peak=1e-5),
     "fp16": Limit(spread=0.05, peak=1e-3),
@@ -220,7 +216,7 @@ class _Verification:
         rest = counts.total() - sum(count for _, count in most)
         text = ", ".join(f"{count} {name}" for name, count in most) + (f" and {rest} more" if rest else "")
         if self.precision == "int8" and provider == "cpu":
-            share = int8_share(path)
+            share = int8_share(counts)
             text = f"{share.int8} of {share.total} convolutions and matrix products in int8; {text}"
         return text
 
@@ -289,7 +285,7 @@ class _Verification:
             if _role_of(path) not in (None, self.role):
                 others = f" by {served.path.name}, only by its twin for other processors"
                 continue  # whose predictions differ by more than rounding
-            recorded = _read_predictions(path)
+            recorded = {file: row["predicted"] for file, row in read_predictions(path).items()}
             common = recorded.keys() & split.files
             if len(common) < SAME_IMAGES * max(len(recorded), len(split.files)):
                 continue
@@ -313,10 +309,7 @@ class _Verification:
     @cached_property
     def precision(self) -> Precision:
         """What the file computes in."""
-        if is_int8(self.proto):
-            return "int8"
-        half = onnx.TensorProto.FLOAT16
-        return "fp16" if any(tensor.data_type == half for tensor in self.proto.graph.initializer) else "fp32"
+        return precision_of(self.proto)
 
     @property
     def _signed(self) -> bool:
@@ -404,15 +397,6 @@ def _role_of(predictions: Path) -> str | None:
     except RunError:
         return None
     return str(measured["role"]) if isinstance(measured, dict) and "role" in measured else None
-
-
-def _read_predictions(path: Path) -> dict[str, str]:
-    """Return the predicted class by file."""
-    try:
-        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-            return {row["file"]: row["predicted"] for row in csv.DictReader(stream)}
-    except (OSError, KeyError, csv.Error) as error:
-        raise RunError(f"cannot read {path}: {error}. Remove it, or evaluate the run again.") from error
 
 
 if __name__ == "__main__":

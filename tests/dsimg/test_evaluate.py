@@ -117,7 +117,7 @@ def test_workers_0_is_one_thread_for_an_onnx_file(tmp_path: Path, monkeypatch: p
         asked.append(threads)
         return measured(*args, threads=threads, **options)
 
-    monkeypatch.setattr(measuring, "evaluate_session", counted)
+    monkeypatch.setattr("dsimg.evaluate.evaluate_session", counted)
     make_folder(tmp_path / "data", classes=("ant", "bee"), train=1, val=1)
     run = write_run(tmp_path / "run")
     for workers in (None, 0, 1, 3):

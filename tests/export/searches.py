@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dsimg.errors import StopRequested
+from dsimg.machine import processor_name
 from dsimg.metrics import wilson_interval
 from dsimg.run import Run, sha256, write_json
 from dsimg_export.commands import Command
-from dsimg_export.cpu import processor_name
 from tests.export.runs import MODEL
 
 IMAGES = 1000

@@ -89,7 +89,7 @@ def test_without_a_folder_nothing_is_written_and_one_run_has_no_ratio(runs, said
 
 
 def test_without_matplotlib_there_is_no_picture_and_that_is_said(runs, said, tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "dsimg_export.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "dsimg_export.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     bench(quick(runs[:1], out=tmp_path / "out"))
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["bench.json"]

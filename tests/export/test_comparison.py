@@ -73,8 +73,8 @@ def test_int8_that_is_slower_is_not_recommended_and_says_where_the_time_goes():
     precision, why = compare(int8_ms=3.0).recommended()
     assert precision == "fp32"
     assert why == (
-        "int8 is 1.00x as fast as fp32 here: its convolutions and matrix products take 1.20 ms, not 2.00, all else "
-        "1.40, not 0.500 (most of it HardSigmoid, QuantizeLinear, Mul)"
+        "int8 is 1.00x as fast as fp32 here: its convolutions and matrix products take 1.2 ms, not 2 ms, all else "
+        "1.4 ms, not 0.5 ms (most of it HardSigmoid, QuantizeLinear, Mul)"
     )
 
 
@@ -92,6 +92,6 @@ def test_int8_that_loses_too_much_is_not_recommended_however_fast():
 def test_the_result_is_told_in_words():
     rows = compare().rows()
     assert ("", "4 of 10 images have another Top-1") in rows
-    assert ("latency int8", "p50 2.00 ms, p99 4.00 ms") in rows
+    assert ("latency int8", "p50 2 ms, p99 4 ms") in rows
     assert ("in int8", "94.0% of the multiply-accumulates; in float: gate") in rows
     assert dict(rows)["Top-1 int8"].startswith("60.00%  (95 % interval ")

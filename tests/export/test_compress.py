@@ -12,7 +12,7 @@ import pytest
 from dsimg.errors import ConfigError, ModelError, RunError, StopRequested
 from dsimg.run import Run, write_json
 from dsimg.show import ancestry
-from dsimg_export import compress, report
+from dsimg_export import compress
 from dsimg_export.compress import CompressConfig, search
 from tests.conftest import make_folder
 from tests.export.searches import SOURCE, Played, read_report, write_source
@@ -21,7 +21,7 @@ from tests.export.searches import SOURCE, Played, read_report, write_source
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompressConfig:
     """A search for a student and half of the multiply-adds, within one point of the source; no picture is drawn."""
-    monkeypatch.setattr(report, "_draw", lambda path, content: path.write_bytes(b""))
+    monkeypatch.setattr("dsimg_export.plots.draw_search", lambda path, content: path.write_bytes(b""))
     source = write_source(tmp_path / "teacher")
     return CompressConfig(source=source.path, out=tmp_path / "out", students=("cifar_resnet20",), ratios=(1, 0.5))
 
@@ -294,7 +294,7 @@ def test_on_another_processor_everything_is_measured_anew(
     config: CompressConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search(config, run=Played())
-    monkeypatch.setattr(compress, "processor_name", lambda: "Another processor")
+    monkeypatch.setattr("dsimg_export.chain.processor_name", lambda: "Another processor")
     played = Played()
     search(config, run=played)
     assert [line.split()[0] for line in played.ran] == ["probe", "bench"]

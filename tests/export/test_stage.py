@@ -8,7 +8,7 @@ import pytest
 
 from dsimg import cli
 from dsimg.console import Terminal
-from dsimg.errors import RunError
+from dsimg.errors import ModelError, RunError
 from dsimg.run import Run
 from dsimg_export.stage import run_short
 from tests.export.golden_runs import edit_manifest
@@ -36,14 +36,14 @@ def copy(config, body=None):
     source = Run.open(config.source)
     times = []
 
-    def work(out):
+    def work(out, model):
         times.append(1)
         if body is not None:
             body(out)
-        shutil.copyfile(source.file("model"), out.path / "model.onnx")
+        shutil.copyfile(model, out.path / "model.onnx")
         out.finish(seed=None, model=MODEL, metrics={})
 
-    run = run_short(config, stage="copy", parents=[source], body=work)
+    run = run_short(config, stage="copy", parents=[source], prepare=lambda: source.file("model"), body=work)
     return run, len(times)
 
 
@@ -97,3 +97,33 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path, said):
         copy(config, kill)
     copy(config)
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"config.json", "run.json", "model.onnx", ".lock"}
+
+
+def test_what_is_refused_leaves_the_folder_to_the_command_put_right(tmp_path, said):
+    source = write_run(tmp_path / "source").path
+    out = tmp_path / "out"
+
+    def refused(run):
+        (run.path / "model.onnx").write_bytes(b"half")
+        raise ModelError("no. Give another.")
+
+    with pytest.raises(ModelError):
+        copy(Config(source=source, out=out), refused)
+    assert not out.exists()
+
+    def missing():
+        raise ModelError("not there. Give another.")
+
+    with pytest.raises(ModelError):
+        run_short(Config(source=source, out=out), stage="copy", parents=[], prepare=missing, body=lambda run, _: None)
+    assert not out.exists()
+    other = write_run(tmp_path / "other").path
+    assert copy(Config(source=other, out=out))[1] == 1
+
+
+def test_a_finished_run_is_not_prepared_again(tmp_path, said):
+    config = Config(source=write_run(tmp_path / "source").path, out=tmp_path / "out")
+    copy(config)
+    source = Run.open(config.source)
+    run = run_short(config, stage="copy", parents=[source], prepare=pytest.fail, body=lambda run, _: None)
+    assert run.has("model")

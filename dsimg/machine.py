@@ -1,8 +1,10 @@
-"""What this machine lends: cores, and the instructions its processor is taken to have, which the user may say
-instead."""
+"""What this machine is and lends: cores, a free port, its processor's name and instructions, which the user may say
+instead. On x86 without VNNI sums of products of 8-bit integers saturate."""
 
 import math
 import os
+import platform
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,9 @@ OVERRIDE = "DSIMG_INSTRUCTION_SET"
 INSTRUCTION_SETS = ("avx2", "vnni", "bf16")
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+VNNI_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
+BUSY = 1.1  # wall time over processor time of one thread: beyond this, other work took the core
 
 
 def all_cores() -> int:
@@ -55,3 +60,41 @@ def given_instruction_set() -> str | None:
     if given is not None and given not in INSTRUCTION_SETS:
         raise ConfigError(f"{OVERRIDE} is '{given}'; it is one of {', '.join(INSTRUCTION_SETS)}, or not set.")
     return given
+
+
+def int8_is_exact() -> bool:
+    """Tell whether products of unsigned activations and signed weights are summed exactly here.
+
+    Without VNNI they are summed in pairs in 16 bits, which saturate (onnxruntime #6004): a file whose weights keep to
+    7 bits is the right one there. `DSIMG_INSTRUCTION_SET=avx2` or `vnni` overrides what the processor says. Where it
+    cannot be read, the answer is no: 7 bits are right anywhere. Raises ConfigError as `given_instruction_set`.
+    """
+    given = given_instruction_set()
+    if given is not None:
+        return given != "avx2"
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    try:
+        text = CPUINFO.read_text()
+    except OSError:
+        return False
+    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return not VNNI_FLAGS.isdisjoint(flags)
+
+
+def processor_name() -> str:
+    """Return what this processor calls itself, or its architecture where it does not."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def free_port() -> int:
+    """Return a port of this host that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,15 +1,17 @@
-"""The picture of a bench: latency of each run, and how many times as fast as the first one it is."""
+"""Pictures as PNG: of a bench, of a search. matplotlib, which hosts that serve need not have, is loaded here alone."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from dsimg.errors import RunError
 from dsimg.run import replacing
+from dsimg_export.page import log_ticks
 
 WIDTH = 0.7  # of a group of points, between two of which lies 1
 
@@ -20,7 +22,6 @@ def draw_bench(path: Path, report: Mapping[str, Any]) -> None:
     settings = list(dict.fromkeys((row["threads"], row["batch_size"]) for row in report["measurements"]))
     table = {(row["run"], row["threads"], row["batch_size"]): row for row in report["measurements"]}
     figure = Figure(figsize=(max(9.0, 1.5 + 0.35 * len(names) * len(settings) * 2), 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2 if len(names) > 1 else 1, squeeze=False)[0]
     centres = np.arange(len(settings))
     for number, name in enumerate(names):
@@ -48,6 +49,59 @@ def draw_bench(path: Path, report: Mapping[str, Any]) -> None:
     figure.suptitle(
         f"{machine['gpu'] or machine['processor']}, ONNX Runtime {report['onnxruntime']}", fontsize="medium"
     )
+    save(figure, path)
+
+
+def draw_search(path: Path, report: Mapping[str, Any]) -> None:
+    """Draw what report.json holds to a PNG: accuracy against latency."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    limit = report["wanted"]["limit_ms"]
+    times = [row["p50_ms"] for row in report["candidates"]] + ([] if limit is None else [limit])
+    low_ms, high_ms = min(times) / 1.15, max(times) * 1.5  # names stand to the right of their points
+    ticks = log_ticks(low_ms, high_ms, most=10)
+    axes.set_xlim(low_ms, high_ms)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    for precision, colour, marker in (("fp32", "C0", "o"), ("int8", "C1", "s")):
+        rows = [row for row in report["candidates"] if row["precision"] == precision]
+        if not rows:
+            continue
+        right = np.array([row["top1"] for row in rows])
+        low, high = np.array([row["interval"] for row in rows]).T
+        axes.errorbar(
+            [row["p50_ms"] for row in rows],
+            100 * right,
+            yerr=100 * np.stack([right - low, high - right]),
+            fmt=marker,
+            color=colour,
+            elinewidth=1,
+            capsize=2,
+            label=precision,
+        )
+        for row in rows:
+            name = f"{row['name'].removesuffix(f'_{precision}')}{' (winner)' if row['winner'] else ''}"
+            axes.annotate(
+                name, (row["p50_ms"], 100 * row["top1"]), (6, 5), textcoords="offset points", fontsize="small"
+            )
+    front = [row for row in report["candidates"] if row["front"]]
+    axes.step([row["p50_ms"] for row in front], [100 * row["top1"] for row in front], where="post", color="0.6", lw=1)
+    axes.axhline(100 * report["wanted"]["floor"], color="C2", linestyle="--", linewidth=1, label="good enough above")
+    if limit is not None:
+        axes.axvline(limit, color="C3", linestyle="--", linewidth=1, label="fast enough before")
+    on = report["measured_on"]
+    threads = f"{on['threads']} thread{'s' * (on['threads'] > 1)}"
+    axes.set(xlabel=f"ms a run (median, batch {on['batch_size']}, {threads})")
+    axes.set_ylabel(f"Top-1 on {on['images']:,} images (%)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", frameon=False, loc="lower right")
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, atomically, without a display or global state. Raises RunError where the disk refuses."""
+    FigureCanvasAgg(figure)
     try:
         with replacing(path) as temporary:
             figure.savefig(temporary, dpi=150, format="png")
