@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -59,12 +60,37 @@ def test_latency_of_a_wide_network_is_longer(tmp_path):
 def test_what_is_measured_together_runs_in_turn_each_round_in_another_order():
     calls = []
     found = session.in_turn({name: lambda name=name: calls.append(name) for name in "abc"}, seconds=0)
-    rounds = ["".join(calls[start : start + 3]) for start in range(0, len(calls), 3)]
+    first = 3 * session.WARM_UP_ROUNDS
+    assert calls[:first] == ["a", "b", "c"] * session.WARM_UP_ROUNDS
+    a_turn = session.UNCOUNTED + 1
+    turns = [calls[start : start + a_turn] for start in range(first, len(calls), a_turn)]
+    assert all(len(set(turn)) == 1 for turn in turns)
+    rounds = ["".join(turn[0] for turn in turns[start : start + 3]) for start in range(0, len(turns), 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
-    assert len(rounds) == session.WARM_UP_ROUNDS + session.MIN_REPEATS
+    assert len(rounds) == session.MIN_REPEATS
     assert len(set(rounds)) > 1
     assert list(found) == ["a", "b", "c"]
     assert all(len(times.wall) == len(times.cpu) == session.MIN_REPEATS for times in found.values())
+
+
+def test_a_call_is_counted_once_the_caches_are_its_own_again():
+    last = []
+
+    def step(name):
+        def call():
+            time.sleep(0.02 if last[-1:] != [name] else 0.001)  # what another one ran before is slow
+            last.append(name)
+
+        return call
+
+    found = session.in_turn({name: step(name) for name in "ab"}, seconds=0)
+    assert all(float(np.median(times.wall)) < 0.01 for times in found.values())
+
+
+def test_what_is_measured_alone_counts_every_call():
+    calls = []
+    session.in_turn({"a": lambda: calls.append("a")}, seconds=0)
+    assert len(calls) == session.WARM_UP_ROUNDS + session.MIN_REPEATS
 
 
 def test_a_bound_session_says_what_a_plain_one_says(tmp_path):
