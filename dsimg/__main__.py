@@ -20,6 +20,7 @@ STAGES = {
         "write an exported network in int8; what it costs and wins",
     ),
     "verify": ("dsimg_export.verify:verify", "prove that a run says on this machine what it said where it was made"),
+    "serve": ("dsimg_export.serve:serve", "answer images over HTTP with exported runs, which are verified first"),
     "bench": ("dsimg_export.bench:bench", "measure how fast exported runs are, all in turn, with intervals"),
     "predict": ("dsimg.predict:predict", "say what is on images: the best classes and their probabilities"),
     "show": ("dsimg.show:show", "tell how a run came about, from its file back to the training images"),

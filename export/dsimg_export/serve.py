@@ -1,0 +1,291 @@
+"""Serve exported runs over HTTP: image in, labels out, and the Open Inference Protocol v2.
+
+dsimg serve --source RUN --port 8000
+
+A run is verified before it is served: its golden images have to give here what they gave where it was made.
+"""
+
+import asyncio
+import ipaddress
+import math
+import signal
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from dsimg import cli
+from dsimg.console import bytes_text, ms_text
+from dsimg.errors import ConfigError
+from dsimg.machine import all_cores
+from dsimg.preprocess import MAX_PIXELS
+from dsimg.runtime import Provider, require_onnxruntime
+from dsimg_export.server.app import Limits, Server, build_app
+from dsimg_export.server.limits import protocol_with_deadline
+from dsimg_export.server.model import Decoder, Model, Plan, load
+from dsimg_export.verify import VerifyConfig, verify
+
+KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The flags of `dsimg serve`."""
+
+    source: tuple[Path, ...]
+    """The exported runs to serve, each under the name of its folder; /predict asks the first."""
+    host: str = "127.0.0.1"
+    """The address to listen on. 0.0.0.0 lets other machines in: give --api_key_file then."""
+    port: int = 8000
+    """The port to listen on; 0 takes a free one, which is printed."""
+    provider: Provider = "cpu"
+    """Where ONNX Runtime runs the files; one that is not there is an error."""
+    workers: int | None = None
+    """Calls of a network at a time. Default: the cores over --threads; on a GPU 1."""
+    threads: int = 1
+    """Threads of ONNX Runtime in each call."""
+    decode_threads: int | None = None
+    """Threads that decode images, beside the calls. Default: one a core."""
+    max_batch: int = 8
+    """Images a call at most."""
+    delay_ms: float = 0.0
+    """How long the oldest image may wait for others while a worker is free."""
+    max_queue: int = 256
+    """Images that may wait at most; what comes then is refused with 503."""
+    deadline_ms: float = 5000.0
+    """When an answer is due, counted from the request's head; a client asks for less by X-Request-Timeout, in seconds.
+    What cannot be answered in time is refused at once with 503 and Retry-After."""
+    max_body_mib: float = 32.0
+    """How large a request may be."""
+    max_images: int = 64
+    """Images a request at most."""
+    max_pixels: int = MAX_PIXELS
+    """Pixels an image at most, by its header: a larger one is refused before any is decoded."""
+    head_seconds: float = 10.0
+    """How long a request's head may take to arrive."""
+    body_seconds: float = 30.0
+    """How long its body may."""
+    api_key_file: Path | None = None
+    """A file of keys, one a line: requests need one, as `Authorization: Bearer KEY` or `X-API-Key: KEY`."""
+    ssl_certfile: Path | None = None
+    """With --ssl_keyfile: serve HTTPS with this certificate."""
+    ssl_keyfile: Path | None = None
+    """The certificate's key."""
+    access_log: bool = False
+    """Write a JSON object a line for each request to stderr."""
+    drain_seconds: float = 0.0
+    """After SIGTERM: go on answering for so long while saying that it is not ready, so that a balancer looks away."""
+    grace_seconds: float = 30.0
+    """After that: how long what was accepted may take."""
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError("serve was given no run. Give --source RUN.")
+        for name in ("workers", "threads", "decode_threads", "max_batch", "max_queue", "max_images", "max_pixels"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} is {value}; it must be at least 1.")
+        for name in ("deadline_ms", "max_body_mib", "head_seconds", "body_seconds", "grace_seconds"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"--{name} is {value}; it must be a number above 0.")
+        for name in ("delay_ms", "drain_seconds"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"--{name} is {value}; it must be 0 or more.")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port is {self.port}; it must be from 0 to 65535.")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ConfigError("--ssl_certfile and --ssl_keyfile go together; give both.")
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve exported runs over HTTP until SIGTERM or Ctrl-C."""
+    require_onnxruntime("serving")
+    keys = _keys(config.api_key_file)
+    listener = _bind(config.host, config.port)
+    for path in config.source:
+        verify(VerifyConfig(source=path, provider=config.provider, threads=config.threads))
+    server = open_server(config, keys=keys)
+    terminal = cli.context().terminal
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_certfile is None else "https"
+    shown = f"[{host}]" if ":" in host else host
+    url = f"{scheme}://{shown}:{port}"
+    terminal.table("serving", _rows(config, server, url))
+    if not keys and not _is_loopback(host):
+        terminal.warn("other machines may ask without a key. Give --api_key_file.")
+    answering = _Answering(
+        uvicorn.Config(build_app(server), **http_options(config)), server=server, drain=config.drain_seconds, url=url
+    )
+    asyncio.run(answering.serve(sockets=[listener]))
+    terminal.say("every request that was accepted has been answered.")
+
+
+def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
+    """Load the runs, warm them up, and return what the application answers with. Raises DsimgError."""
+    cores = all_cores()
+    workers = config.workers or (max(1, cores // config.threads) if config.provider == "cpu" else 1)
+    plan = Plan(
+        workers=workers,
+        threads=config.threads,
+        max_batch=config.max_batch,
+        max_delay=config.delay_ms / 1000,
+        max_queue=config.max_queue,
+        provider=config.provider,
+    )
+    decoder = Decoder(config.decode_threads or cores, max_pixels=config.max_pixels)
+    limits = Limits(
+        body_bytes=int(config.max_body_mib * 2**20),
+        body_seconds=config.body_seconds,
+        images=config.max_images,
+        deadline=config.deadline_ms / 1000,
+    )
+    server = Server(models={}, decoder=decoder, limits=limits, keys=keys, access_log=config.access_log)
+    for path in config.source:
+        name = path.resolve().name
+        if name in server.models:
+            raise ConfigError(f"--source names two folders called {name}; rename one, for a model is asked for by it.")
+        server.models[name] = _load(server, path, name, plan)
+    first = next(iter(server.models.values()))
+    decoder.seconds_per_image = first.decode_seconds()
+    server.telemetry.watch(
+        "dsimg_queue_images", "Images that wait.", lambda: {m.name: m.batcher.waiting for m in server.models.values()}
+    )
+    return server
+
+
+def _load(server: Server, path: Path, name: str, plan: Plan) -> Model:
+    batches = server.telemetry.batches.labels(name)
+    model = load(path, name, plan, observe=lambda images, seconds: batches.observe(images))
+    server.telemetry.info.labels(name, model.version).set(1)
+    return model
+
+
+class _Answering(uvicorn.Server):
+    """uvicorn, which at a signal first says that it is not ready, then takes nothing more, then ends with code 0."""
+
+    def __init__(self, config: uvicorn.Config, *, server: Server, drain: float, url: str) -> None:
+        super().__init__(config)
+        self._server, self._drain, self._url = server, drain, url
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end at the first signal; at a second one of Ctrl-C, end at once."""
+        if self._server.draining:
+            self.force_exit = sig == signal.SIGINT
+            self.should_exit = True
+            return
+        self._server.draining = True
+        # In the main thread, between two of the loop's steps.
+        loop = self._loop
+        loop.call_soon_threadsafe(lambda: loop.call_later(self._drain, self._end))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        self._server.loaded = True
+        cli.context().terminal.say(f"ready: {self._url}")
+
+    def _end(self) -> None:
+        self.should_exit = True
+
+
+def http_options(config: ServeConfig) -> dict[str, Any]:
+    """Return uvicorn's settings."""
+    options: dict[str, Any] = {}
+    if config.ssl_certfile is not None:
+        options = {"ssl_certfile": str(config.ssl_certfile), "ssl_keyfile": str(config.ssl_keyfile)}
+    return {
+        "http": protocol_with_deadline(config.head_seconds),
+        "ws": "none",
+        "lifespan": "off",
+        "log_config": None,
+        "log_level": "error",
+        "access_log": False,
+        "server_header": False,
+        "timeout_keep_alive": KEEP_ALIVE,
+        "timeout_graceful_shutdown": math.ceil(config.grace_seconds),
+        **options,
+    }
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a socket of the address: one that is taken is known before a model is loaded. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port, or 0 for a free one."
+        ) from error
+    return listener
+
+
+def _keys(path: Path | None) -> tuple[bytes, ...]:
+    """Return the keys in a file. Raises ConfigError: it cannot be read, or holds none."""
+    if path is None:
+        return ()
+    try:
+        keys = tuple(line.strip() for line in path.read_bytes().splitlines() if line.strip())
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read --api_key_file {path}: {error.strerror}. Give a file with a key a line."
+        ) from error
+    if not keys:
+        raise ConfigError(f"--api_key_file {path} holds no key. Write one a line.")
+    return keys
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]]:
+    first = next(iter(server.models.values()))
+    plan, decoder = first.plan, server.decoder
+    rate = min(
+        decoder.threads / decoder.seconds_per_image,
+        plan.workers / first.batcher.seconds_per_image,
+        all_cores() / (decoder.seconds_per_image + plan.threads * first.batcher.seconds_per_image),
+    )
+    return [
+        *[
+            ("model", f"{m.name}: {m.served.run.model['arch']}, {len(m.classes)} classes")
+            for m in server.models.values()
+        ],
+        (
+            "threads",
+            f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each, {decoder.threads} decode",
+        ),
+        (
+            "batches",
+            f"at most {first.batcher.max_batch} images, waiting at most {config.delay_ms:g} ms; "
+            f"{plan.max_queue} may queue",
+        ),
+        (
+            "an image",
+            f"{ms_text(decoder.seconds_per_image)} to decode (golden images), "
+            f"{ms_text(first.batcher.seconds_per_image)} in the network: about {rate:.0f} a second",
+        ),
+        (
+            "limits",
+            f"{bytes_text(server.limits.body_bytes)} and {config.max_images} images a request, an answer in "
+            f"{config.deadline_ms:g} ms or 503",
+        ),
+        ("keys", f"{len(server.keys)}, of {config.api_key_file}" if server.keys else "none needed"),
+        ("try", f"curl --data-binary @photo.jpg {url}/predict"),
+    ]
+
+
+if __name__ == "__main__":
+    cli.run(serve)

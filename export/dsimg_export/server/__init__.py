@@ -1,0 +1,1 @@
+"""`dsimg serve`: one process that answers HTTP with an exported run."""

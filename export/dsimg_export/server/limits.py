@@ -1,0 +1,97 @@
+"""What a client may ask of a server: how long its head and body may take, how large they may be, and with which key."""
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dsimg.console import bytes_text
+from dsimg_export.server.errors import HttpError
+
+
+async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
+    """Return the body. Raises HttpError: 413 above `limit` bytes, 408 after so many seconds, 400 where it ends."""
+    declared = request.headers.get("content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
+    except TimeoutError:
+        raise HttpError(408, f"the body did not arrive within {seconds:g} s.", kind="slow", close=True) from None
+    except ClientDisconnect:
+        raise HttpError(400, "the client is gone.", kind="gone", close=True) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_key(request: Request, keys: Sequence[bytes]) -> None:
+    """Raise HttpError unless the request carries one of `keys`, as a bearer token or in X-API-Key. No keys: all may."""
+    if not keys:
+        return
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    given = (token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).encode()
+    # All are compared, in a time that does not tell which came near.
+    if not sum([hmac.compare_digest(given, key) for key in keys]):
+        raise HttpError(
+            401, "this server wants a key: Authorization: Bearer KEY, or X-API-Key: KEY.", kind="key", close=True
+        )
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body is larger than {bytes_text(limit)}.", kind="limit", close=True)
+
+
+def protocol_with_deadline(seconds: float) -> type[HttpToolsProtocol]:
+    """Return uvicorn's HTTP protocol, which ends a connection whose request has no whole head after so many seconds.
+
+    uvicorn itself ends only connections that are idle between two requests.
+    """
+
+    class Impatient(HttpToolsProtocol):
+        _head: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            if self._head is None and self.cycle is None:
+                self._wait()
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            self._stop()
+            super().on_headers_complete()
+
+        def on_message_begin(self) -> None:
+            if self._head is None:
+                self._wait()
+            super().on_message_begin()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _wait(self) -> None:
+            self._head = self.loop.call_later(seconds, self._give_up)
+
+        def _stop(self) -> None:
+            if self._head is not None:
+                self._head.cancel()
+                self._head = None
+
+        def _give_up(self) -> None:
+            self._head = None
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Impatient

@@ -1,0 +1,206 @@
+"""A run that is being served: verified, warmed up, and the way from an image file's bytes to its logits."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dsimg.errors import ImageError
+from dsimg.preprocess import decode, normalise, resize_and_crop
+from dsimg.run import Run, sha256
+from dsimg.runtime import Provider
+from dsimg.show import ancestry
+from dsimg_export.golden import read_golden
+from dsimg_export.onnx_file import DEPENDS_ON_BATCH
+from dsimg_export.served import Served, open_served
+from dsimg_export.server.batcher import WEIGHT, Batcher, Timing
+from dsimg_export.server.errors import RefusedError
+from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a network is run, and what may wait for it."""
+
+    workers: int  # calls of the session at a time
+    threads: int  # of the session, a call
+    max_batch: int  # images a call
+    max_delay: float  # seconds that an image waits at most for others
+    max_queue: int  # images that wait at most
+    provider: Provider = "cpu"
+
+
+class Decoder:
+    """Threads that turn image files' bytes into pixels, for all models of a server."""
+
+    def __init__(self, threads: int, *, max_pixels: int) -> None:
+        self.threads = threads
+        self._max_pixels = max_pixels
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self.waiting = 0  # images, those that are being decoded included
+        self.seconds_per_image = 0.0
+
+    def wait_for(self, images: int) -> float:
+        """Return the seconds after which so many further images would be decoded, as far as is known."""
+        return self.seconds_per_image * (1 + (self.waiting + images - 1) / self.threads)
+
+    async def decode(
+        self, files: Sequence[bytes], model: "Model", *, deadline: float
+    ) -> list[NDArray[Any] | ImageError]:
+        """Return the network's input for each file, or why it has none. Raises RefusedError past the deadline."""
+        loop = asyncio.get_running_loop()
+
+        def work(data: bytes) -> NDArray[Any] | ImageError:
+            start = time.monotonic()
+            if start > deadline:
+                raise RefusedError("its deadline has passed", kind="deadline", retry_after=self.wait_for(0))
+            try:
+                return model.input_of(data, max_pixels=self._max_pixels)
+            except ImageError as error:
+                return error
+            finally:
+                seconds = time.monotonic() - start
+                loop.call_soon_threadsafe(self._learn, seconds)
+
+        self.waiting += len(files)
+        futures = [loop.run_in_executor(self._pool, work, data) for data in files]
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()
+            self.waiting -= len(files)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _learn(self, seconds: float) -> None:
+        self.seconds_per_image += (WEIGHT if self.seconds_per_image else 1.0) * (seconds - self.seconds_per_image)
+
+
+class Model:
+    """A run in a server, under a name. Made by `load`."""
+
+    def __init__(self, name: str, served: Served, plan: Plan, *, observe: Callable[[int, float], None]) -> None:
+        self.name, self.served, self.plan = name, served, plan
+        self.version = sha256(served.run.path / "run.json")[:12]
+        self.loaded = time.time()
+        self.takes_pixels = takes_pixels(served.session)
+        # Dynamic int8: an image's answer would depend on its neighbours.
+        alone = DEPENDS_ON_BATCH in served.session.get_modelmeta().custom_metadata_map
+        self.batcher = Batcher(
+            self._network,
+            max_batch=1 if alone else plan.max_batch,
+            max_delay=plan.max_delay,
+            max_queue=plan.max_queue,
+            workers=plan.workers,
+            observe=observe,
+        )
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the logits."""
+        return self.served.classes
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one image as the network takes it: (3, H, W) normalised, or (H, W, 3) of pixels."""
+        channels, height, width = self.served.preprocess.input_size
+        return (height, width, channels) if self.takes_pixels else (channels, height, width)
+
+    def input_of(self, data: bytes, *, max_pixels: int) -> NDArray[Any]:
+        """Return an image file as the network takes it, by the steps of evaluation. Raises ImageError."""
+        pixels = resize_and_crop(decode(data, max_pixels=max_pixels), self.served.preprocess)
+        return pixels if self.takes_pixels else normalise(pixels[None], self.served.preprocess)[0]
+
+    def warm_up(self) -> None:
+        """Run every size of batch once, and learn what an image takes: the first runs allocate."""
+        seconds = 0.0
+        for size in range(1, self.batcher.max_batch + 1):
+            noise = noise_for(self.served.session, size, self.served.preprocess.input_size)
+            start = time.monotonic()
+            self._network(noise)
+            seconds = (time.monotonic() - start) / size
+        self.batcher.seconds_per_image = seconds
+
+    def decode_seconds(self) -> float:
+        """Return what decoding a golden image takes here."""
+        images = read_golden(self.served.run.file("golden")).encoded
+        start = time.monotonic()
+        for data in images:
+            self.input_of(data, max_pixels=2**31)
+        return (time.monotonic() - start) / len(images)
+
+    def card(self) -> dict[str, Any]:
+        """Return what the model says of itself: name, version, classes, and the steps that it was made by."""
+        steps = [step.as_dict() for step in ancestry(self.served.run)]
+        for step in steps:  # where things lie on this host is nobody's business
+            step["path"] = Path(step["path"]).name
+            step.pop("parents")
+            if step["data"]:
+                step["data"] = {**step["data"], "folder": Path(str(step["data"].get("folder", ""))).name}
+        return {
+            "name": self.name,
+            "version": self.version,
+            "classes": list(self.classes),
+            "preprocess": self.served.preprocess.as_dict(),
+            "file": self.served.role,
+            "provider": self.plan.provider,
+            "steps": steps,
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what has been done since it was loaded, as Triton's statistics extension has it."""
+        done = self.batcher.done
+        nothing = {"count": 0, "ns": 0}
+        return {
+            "name": self.name,
+            "version": self.version,
+            "last_inference": round(1000 * done.last),
+            "inference_count": done.images,
+            "execution_count": done.batches,
+            "inference_stats": {
+                "success": {"count": done.requests, "ns": round(1e9 * done.request_seconds)},
+                "fail": {"count": done.failed, "ns": 0},
+                "queue": {"count": done.requests, "ns": round(1e9 * done.queue_seconds)},
+                "compute_input": nothing,
+                "compute_infer": {"count": done.requests, "ns": round(1e9 * done.infer_seconds)},
+                "compute_output": nothing,
+                "cache_hit": nothing,
+                "cache_miss": nothing,
+            },
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": nothing,
+                    "compute_infer": {"count": count, "ns": round(1e9 * seconds)},
+                    "compute_output": nothing,
+                }
+                for size, (count, seconds) in sorted(done.by_size.items())
+            ],
+            "memory_usage": [],
+        }
+
+    async def logits(self, images: Sequence[NDArray[Any]], *, deadline: float) -> tuple[NDArray[np.float32], Timing]:
+        """Return the logits (N, C) of N images as the network takes them. Raises RefusedError."""
+        return await self.batcher.submit(images, deadline=deadline)
+
+    def _network(self, images: NDArray[Any]) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self.served.session.run([OUTPUT], {INPUT: images})[0]
+        return logits
+
+
+def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], None]) -> Model:
+    """Open a run and warm it up. Raises DsimgError as `open_served`."""
+    model = Model(
+        name, open_served(Run.open(path), threads=plan.threads, provider=plan.provider), plan, observe=observe
+    )
+    model.warm_up()
+    return model

@@ -1,0 +1,162 @@
+"""`dsimg serve` as a process: ready, under load, asked to end."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.export.golden_runs import edit_manifest, encoded_pictures, write_golden_run
+
+
+class Process:
+    """`dsimg serve` on a free port."""
+
+    def __init__(self, *words):
+        command = [sys.executable, "-m", "dsimg", "serve", "--port", "0", *map(str, words)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.lines = []
+        self.port = None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if line.startswith("ready: http://127.0.0.1:"):
+                self.port = int(line.rsplit(":", 1)[1])
+                break
+
+    def ask(self, method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def end(self, sig=signal.SIGTERM, timeout=20):
+        self.process.send_signal(sig)
+        rest = self.process.communicate(timeout=timeout)[0]
+        return self.process.returncode, rest
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_golden_run(tmp_path / "run").path
+
+
+def test_a_run_is_verified_served_and_ended(run):
+    with Process("--source", run) as server:
+        said = "\n".join(server.lines)
+        assert "says here what it said where it was made" in said
+        assert "cores:" in said
+        assert server.ask("POST", "/predict", encoded_pictures()[0])[0] == 200
+        assert server.ask("GET", "/v2/health/ready") == (200, {"live": True, "ready": True})
+        code, rest = server.end()
+        assert code == 0
+        assert "every request that was accepted has been answered" in rest
+
+
+def test_a_run_that_says_something_else_here_is_not_served(run):
+    edit_manifest(run, lambda manifest: manifest["model"]["preprocess"].update(mean=[0.1, 0.2, 0.3]))
+    with Process("--source", run) as server:
+        assert server.port is None
+        assert server.process.wait(10) == 2
+        assert "error: " in "\n".join(server.lines)
+
+
+def test_a_port_that_is_taken_is_said_before_anything_is_loaded(run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with Process("--source", run, "--port", taken.getsockname()[1]) as server:
+            assert server.process.wait(10) == 2
+            (line,) = server.lines
+            assert line.startswith("error: cannot listen on 127.0.0.1:")
+
+
+def test_no_accepted_request_is_lost_when_the_server_is_asked_to_end(run):
+    data = encoded_pictures()[1]
+    with Process("--source", run) as server:
+        outcomes, ending = [], threading.Event()
+
+        def client():
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            while True:
+                asked_after = ending.is_set()
+                try:
+                    connection.request("POST", "/predict", data)
+                    status = connection.getresponse()
+                    status.read()
+                    outcomes.append(status.status)
+                    if status.getheader("connection") == "close":
+                        return
+                except (ConnectionError, http.client.HTTPException, OSError) as error:
+                    # Only where no byte of it was answered, and the end had begun.
+                    outcomes.append(type(error).__name__)
+                    if not asked_after and not ending.is_set():
+                        outcomes.append("lost")
+                    return
+
+        clients = [threading.Thread(target=client) for _ in range(6)]
+        for one in clients:
+            one.start()
+        time.sleep(1.0)
+        ending.set()
+        code, _ = server.end()
+        for one in clients:
+            one.join(20)
+        assert code == 0
+        assert outcomes.count(200) > 50
+        assert "lost" not in outcomes
+        assert set(outcomes) <= {200, 503, "RemoteDisconnected", "ConnectionResetError", "ConnectionRefusedError"}
+
+
+def test_draining_says_that_it_is_not_ready_and_goes_on_answering(run):
+    with Process("--source", run, "--drain_seconds", "1.5") as server:
+        os.kill(server.process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 1
+        while server.ask("GET", "/v2/health/ready")[0] == 200:
+            assert time.monotonic() < deadline
+        assert server.ask("GET", "/v2/health/live")[0] == 200
+        assert server.ask("POST", "/predict", encoded_pictures()[0])[0] == 200
+        assert server.process.wait(10) == 0
+
+
+def test_a_head_that_does_not_come_ends_the_connection(run):
+    with Process("--source", run, "--head_seconds", "0.3", "--body_seconds", "0.5") as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+            slow.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\n")
+            start = time.monotonic()
+            assert slow.recv(100) == b""
+            assert time.monotonic() - start < 3
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
+            assert silent.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
+            slow.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+            assert slow.recv(1000).startswith(b"HTTP/1.1 408")
+        # An idle connection between two requests stays open.
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        for _ in range(2):
+            connection.request("POST", "/predict", encoded_pictures()[0])
+            assert connection.getresponse().read()
+            time.sleep(0.6)
+        connection.close()
+
+
+def test_ctrl_c_ends_it_too(run):
+    with Process("--source", run) as server:
+        code, _ = server.end(signal.SIGINT)
+        assert code == 0

@@ -1,0 +1,215 @@
+"""POST /predict: images in, labels out."""
+
+import base64
+import io
+import json
+
+import numpy as np
+import pytest
+
+from dsimg import metrics
+from dsimg.preprocess import Preprocess, preprocess_image
+from dsimg_export.served import open_served
+from tests.export.golden_runs import encoded_pictures, picture, write_golden_run
+from tests.export.server.live import serving
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_golden_run(tmp_path_factory.mktemp("served") / "digits")
+
+
+@pytest.fixture(scope="module")
+def live(run):
+    with serving(run.path) as found:
+        yield found
+
+
+def expected(run, data):
+    """Return the classes and probabilities that evaluation's own steps give."""
+    served = open_served(run)
+    image = preprocess_image(data, Preprocess.from_dict(run.model["preprocess"]))
+    logits = served.session.run(None, {"images": image[None]})[0].astype(np.float64)
+    shares = np.exp(logits[0] - logits.max())
+    shares /= shares.sum()
+    return [(served.classes[k], float(shares[k])) for k in metrics.top_k(logits, 5)[0]]
+
+
+def said(image):
+    return [(one["class"], one["probability"]) for one in image["classes"]]
+
+
+def form(*parts, boundary="xx"):
+    body = b"".join(
+        f'--{boundary}\r\nContent-Disposition: form-data; name="f"; filename="{name}"\r\n\r\n'.encode() + data + b"\r\n"
+        for name, data in parts
+    )
+    return body + f"--{boundary}--\r\n".encode(), f"multipart/form-data; boundary={boundary}"
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", ["image/png", "application/octet-stream", "", "application/x-www-form-urlencoded"])
+def test_the_bytes_of_an_image_are_answered_whatever_their_type_is_called(live, run, number, kind):
+    data = encoded_pictures()[number]
+    answer = live.post("/predict", data, content_type=kind)
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    (image,) = answer.json["images"]
+    assert said(image) == expected(run, data)
+    assert image["index"] == 0
+
+
+def test_a_form_of_several_files_is_answered_in_order_with_their_names(live, run):
+    pictures = encoded_pictures()
+    body, kind = form(*((f"{i}ü.png", data) for i, data in enumerate(pictures)))
+    images = live.post("/predict", body, content_type=kind).json["images"]
+    assert [image["name"] for image in images] == ["0ü.png", "1ü.png", "2ü.png"]
+    assert [said(image)[0][0] for image in images] == [expected(run, data)[0][0] for data in pictures]
+
+
+def test_base64_in_json_is_answered(live, run):
+    data = encoded_pictures()[0]
+    text = base64.b64encode(data).decode()
+    body = {"images": [text, {"name": "b", "data": text}, f"data:image/png;base64,{text}"]}
+    images = live.post("/predict", json.dumps(body).encode(), content_type="application/json").json["images"]
+    assert [said(image) for image in images] == [expected(run, data)] * 3
+    assert images[1]["name"] == "b"
+
+
+def test_an_image_that_cannot_be_read_fails_alone(live, run):
+    good = encoded_pictures()[0]
+    body, kind = form(("a", good), ("b", b"no image"), ("c", good[:60]), ("d", b""), ("e", good))
+    answer = live.post("/predict", body, content_type=kind)
+    assert answer.status == 200
+    images = answer.json["images"]
+    assert ["error" in image for image in images] == [False, True, True, True, False]
+    assert [image["index"] for image in images] == list(range(5))
+    assert "not an image" in images[1]["error"]
+    assert "truncated" in images[2]["error"]
+    assert said(images[4]) == expected(run, good)
+
+
+@pytest.mark.parametrize("data", [b"no image", b"<html>", encoded_pictures()[0][:60]])
+def test_where_no_image_can_be_read_the_request_fails(live, data):
+    answer = live.post("/predict", data)
+    assert answer.status == 400
+    assert answer.json["error"] == answer.json["images"][0]["error"]
+
+
+def test_base64_that_is_none_fails_alone(live):
+    good = base64.b64encode(encoded_pictures()[0]).decode()
+    body = json.dumps({"images": [good, "???", 7, {"data": None}]}).encode()
+    images = live.post("/predict", body, content_type="application/json").json["images"]
+    assert ["error" in image for image in images] == [False, True, True, True]
+    assert "base64" in images[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "words"),
+    [
+        (b"", "image/png", "no image"),
+        (b"{", "application/json", "not JSON"),
+        (b"[" * 100_000, "application/json", "not JSON"),
+        (b"\xff\xfe", "application/json", "not JSON"),
+        (b"[]", "application/json", "no list of images"),
+        (b'{"images": 3}', "application/json", "no list of images"),
+        (b'{"images": []}', "application/json", "no image"),
+        (b"xx", "multipart/form-data", "without a boundary"),
+        (b"xx", "multipart/form-data; boundary=xx", "no whole"),
+        (form(("a", b"b"))[0][:-6], "multipart/form-data; boundary=xx", "cut off"),
+        (b"--xx--\r\n", "multipart/form-data; boundary=xx", ""),
+    ],
+)
+def test_a_body_that_holds_no_images_is_refused_with_a_sentence(live, body, kind, words):
+    answer = live.post("/predict", body, content_type=kind)
+    assert answer.status == 400
+    assert words in answer.json["error"]
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_top_says_how_many_classes(live):
+    data = encoded_pictures()[0]
+    assert len(live.post("/predict?top=2", data).json["images"][0]["classes"]) == 2
+    assert len(live.post("/predict?top=99", data).json["images"][0]["classes"]) == 5
+    for top in ("0", "-1", "x", "", "1e3", "%C2%B2"):
+        assert live.post(f"/predict?top={top}", data).status == 400
+
+
+def test_the_answer_says_where_the_time_went(live):
+    answer = live.post("/predict", encoded_pictures()[0])
+    names = [part.split(";")[0] for part in answer.headers["server-timing"].split(", ")]
+    assert names == ["read", "decode", "queue", "infer", "batch"]
+
+
+def test_several_models_are_asked_by_name(run, tmp_path):
+    other = write_golden_run(tmp_path / "other")
+    data = encoded_pictures()[0]
+    with serving(run.path, other.path) as live:
+        assert live.post("/predict", data).json["model"] == "digits"
+        assert live.post("/models/other/predict", data).json["model"] == "other"
+        answer = live.post("/models/third/predict", data)
+        assert answer.status == 404
+        assert "third" in answer.json["error"]
+        assert [model["name"] for model in live.get("/models").json["models"]] == ["digits", "other"]
+
+
+def test_limits_are_kept(run):
+    data = encoded_pictures()[0]
+    with serving(run.path, max_body_mib=0.01, max_images=2, max_pixels=900) as live:
+        assert live.post("/predict", b"x" * 20_000).status == 413
+        body, kind = form(*[("a", b"x")] * 3)
+        assert live.post("/predict", body, content_type=kind).status == 413
+        many = json.dumps({"images": ["", "", ""]}).encode()
+        assert live.post("/predict", many, content_type="application/json").status == 413
+        answer = live.post("/predict", data)  # 40 x 24 pixels
+        assert answer.status == 400
+        assert "too many pixels" in answer.json["error"]
+
+
+def test_a_bomb_is_refused_by_its_header(live):
+    stream = io.BytesIO()
+    picture(0).save(stream, "JPEG")
+    data = bytearray(stream.getvalue())
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = b"\xff\xff\xff\xff"  # height, width
+    answer = live.post("/predict", bytes(data))
+    assert answer.status == 400
+    assert "too many pixels" in answer.json["error"]
+
+
+def test_keys_are_asked_for_but_not_of_an_orchestrator(run):
+    data = encoded_pictures()[0]
+    with serving(run.path, keys=(b"first", b"second")) as live:
+        assert live.post("/predict", data).status == 401
+        assert live.post("/predict", data, authorization="Bearer third").status == 401
+        assert live.post("/predict", data, authorization="Basic first").status == 401
+        assert live.post("/predict", data, x_api_key="").status == 401
+        assert live.post("/predict", data, authorization="Bearer second").status == 200
+        assert live.post("/predict", data, x_api_key="first").status == 200
+        assert live.get("/metrics").status == 401
+        assert live.get("/v2/health/ready").status == 200
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nowhere", 404), ("GET", "/predict", 405)])
+def test_what_is_not_there_is_said_in_json(live, method, path, status):
+    answer = live.ask(method, path)
+    assert answer.status == status
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json["error"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_request_ids_come_back_unless_they_could_forge_a_line(live):
+    data = encoded_pictures()[0]
+    assert live.post("/predict", data, x_request_id="abc-123").headers["x-request-id"] == "abc-123"
+    assert live.post("/predict", data, x_request_id='a" b').headers["x-request-id"] != 'a" b'
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_a_picture_in_any_mode_is_answered(live, mode):
+    stream = io.BytesIO()
+    given = picture(1)
+    if mode == "I;16":
+        given = given.convert("L").point(lambda value: 256 * value, "I")
+    given.convert(mode).save(stream, "TIFF")
+    assert live.post("/predict", stream.getvalue()).status == 200
