@@ -4,7 +4,7 @@
 
 DIR holds train/ and test/ of class folders. The steps, in order: teacher, alone (students without a teacher), dist, kd,
 dkd, prune, table. A step that is done is not done again, and one that was stopped goes on. All students have one
-recipe. Expect many hours on a CPU: `--epochs_teacher`, `--epochs`.
+recipe, and so has what pruning leaves. Expect many hours on a CPU: `--epochs_teacher`, `--epochs`.
 """
 
 import argparse
@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--deepspeed_config", default="ds_configs/zero1.json", help="of every step, its precision too")
     parser.add_argument("--epochs_teacher", type=int, default=20, help="of each of its two cycles")
-    parser.add_argument("--epochs", type=int, default=15, help="of students, and of fine-tuning after pruning")
+    parser.add_argument("--epochs", type=int, default=15, help="of students")
+    parser.add_argument("--epochs_pruned", type=int, default=20, help="of training after pruning")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--temperature", type=float, default=4.0, help="of dist; kd and dkd have their own")
     parser.add_argument("--port", default="29541")
@@ -55,10 +56,10 @@ def commands(step: str, options: argparse.Namespace) -> list[str]:
     student = f"{data} --model cifar_resnet20 --epochs {options.epochs} {RECIPE}"
     if step == "alone":
         return [f"train {student} --seed {seed} --out {out}/alone_{seed}" for seed in options.seeds]
-    if step == "prune":
+    if step == "prune":  # by the students' own recipe: what is left of the network is trained as a student is
         return [
-            f"prune {data} --source {teacher} --target_macs {1 / speed_up:.4f} --round_to 4 --epochs {options.epochs} "
-            f"{RECIPE.replace('--lr 0.4', '--lr 0.1')} --out {out}/pruned_{speed_up}"
+            f"prune {data} --source {teacher} --target_macs {1 / speed_up:.4f} --round_to 4 --loss dkd "
+            f"--epochs {options.epochs_pruned} {RECIPE} --cache_teacher {out}/cache_0 --out {out}/pruned_{speed_up}"
             for speed_up in SPEED_UPS
         ]
     seeds = options.seeds if step == "dist" else options.seeds[:1]
