@@ -6,10 +6,12 @@ A run is verified before it is served: its golden images have to give here what 
 """
 
 import asyncio
+import functools
 import ipaddress
 import math
 import signal
 import socket
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,6 +28,7 @@ from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import Limits, Server, build_app
 from dsimg_export.server.limits import protocol_with_deadline
 from dsimg_export.server.model import Decoder, Model, Plan, load
+from dsimg_export.server.reload import watch
 from dsimg_export.verify import VerifyConfig, verify
 
 KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
@@ -74,6 +77,9 @@ class ServeConfig:
     """With --ssl_keyfile: serve HTTPS with this certificate."""
     ssl_keyfile: Path | None = None
     """The certificate's key."""
+    reload: bool = False
+    """Watch the runs: one that is made anew, or a link that points to another, is verified and takes the old one's
+    place without a lost request; or is refused, and the old one goes on."""
     access_log: bool = False
     """Write a JSON object a line for each request to stderr."""
     drain_seconds: float = 0.0
@@ -107,8 +113,6 @@ def serve(config: ServeConfig) -> None:
     require_onnxruntime("serving")
     keys = _keys(config.api_key_file)
     listener = _bind(config.host, config.port)
-    for path in config.source:
-        verify(VerifyConfig(source=path, provider=config.provider, threads=config.threads))
     server = open_server(config, keys=keys)
     terminal = cli.context().terminal
     host, port = listener.getsockname()[:2]
@@ -118,49 +122,75 @@ def serve(config: ServeConfig) -> None:
     terminal.table("serving", _rows(config, server, url))
     if not keys and not _is_loopback(host):
         terminal.warn("other machines may ask without a key. Give --api_key_file.")
+    beside = []
+    if config.reload:
+        beside.append(
+            functools.partial(
+                watch,
+                server,
+                _named(config.source),
+                load=functools.partial(_load, config, server),
+                say=terminal.say,
+            )
+        )
     answering = _Answering(
-        uvicorn.Config(build_app(server), **http_options(config)), server=server, drain=config.drain_seconds, url=url
+        uvicorn.Config(build_app(server), **http_options(config)),
+        server=server,
+        drain=config.drain_seconds,
+        url=url,
+        beside=beside,
     )
     asyncio.run(answering.serve(sockets=[listener]))
     terminal.say("every request that was accepted has been answered.")
 
 
 def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
-    """Load the runs, warm them up, and return what the application answers with. Raises DsimgError."""
-    cores = all_cores()
-    workers = config.workers or (max(1, cores // config.threads) if config.provider == "cpu" else 1)
-    plan = Plan(
-        workers=workers,
-        threads=config.threads,
-        max_batch=config.max_batch,
-        max_delay=config.delay_ms / 1000,
-        max_queue=config.max_queue,
-        provider=config.provider,
-    )
-    decoder = Decoder(config.decode_threads or cores, max_pixels=config.max_pixels)
+    """Verify the runs, load them, warm them up; return what the application answers with. Raises DsimgError."""
     limits = Limits(
         body_bytes=int(config.max_body_mib * 2**20),
         body_seconds=config.body_seconds,
         images=config.max_images,
         deadline=config.deadline_ms / 1000,
     )
+    decoder = Decoder(config.decode_threads or all_cores(), max_pixels=config.max_pixels)
     server = Server(models={}, decoder=decoder, limits=limits, keys=keys, access_log=config.access_log)
-    for path in config.source:
-        name = path.resolve().name
-        if name in server.models:
-            raise ConfigError(f"--source names two folders called {name}; rename one, for a model is asked for by it.")
-        server.models[name] = _load(server, path, name, plan)
-    first = next(iter(server.models.values()))
-    decoder.seconds_per_image = first.decode_seconds()
+    for name, path in _named(config.source).items():
+        server.models[name] = _load(config, server, name, path)
+    decoder.seconds_per_image = next(iter(server.models.values())).decode_seconds()
     server.telemetry.watch(
         "dsimg_queue_images", "Images that wait.", lambda: {m.name: m.batcher.waiting for m in server.models.values()}
     )
     return server
 
 
-def _load(server: Server, path: Path, name: str, plan: Plan) -> Model:
+def _plan(config: ServeConfig) -> Plan:
+    """Return how networks are run: on a CPU all cores are shared out to calls."""
+    return Plan(
+        workers=config.workers or (max(1, all_cores() // config.threads) if config.provider == "cpu" else 1),
+        threads=config.threads,
+        max_batch=config.max_batch,
+        max_delay=config.delay_ms / 1000,
+        max_queue=config.max_queue,
+        provider=config.provider,
+    )
+
+
+def _named(sources: Sequence[Path]) -> dict[str, Path]:
+    """Return the runs by the names of their folders: of a link that of the link, which stays when it is turned."""
+    found: dict[str, Path] = {}
+    for path in sources:
+        name = path.absolute().name or path.resolve().name
+        if name in found:
+            raise ConfigError(f"--source names two folders called {name}; rename one, for a model is asked for by it.")
+        found[name] = path
+    return found
+
+
+def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
+    """Verify a run and load it. Raises DsimgError."""
+    verify(VerifyConfig(source=path, provider=config.provider, threads=config.threads))
     batches = server.telemetry.batches.labels(name)
-    model = load(path, name, plan, observe=lambda images, seconds: batches.observe(images))
+    model = load(path, name, _plan(config), observe=lambda images, seconds: batches.observe(images))
     server.telemetry.info.labels(name, model.version).set(1)
     return model
 
@@ -168,9 +198,17 @@ def _load(server: Server, path: Path, name: str, plan: Plan) -> Model:
 class _Answering(uvicorn.Server):
     """uvicorn, which at a signal first says that it is not ready, then takes nothing more, then ends with code 0."""
 
-    def __init__(self, config: uvicorn.Config, *, server: Server, drain: float, url: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        *,
+        server: Server,
+        drain: float,
+        url: str,
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+    ) -> None:
         super().__init__(config)
-        self._server, self._drain, self._url = server, drain, url
+        self._server, self._drain, self._url, self._beside = server, drain, url, beside
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end at the first signal; at a second one of Ctrl-C, end at once."""
@@ -188,6 +226,7 @@ class _Answering(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._server.loaded = True
+        self._background = [asyncio.create_task(work()) for work in self._beside]
         cli.context().terminal.say(f"ready: {self._url}")
 
     def _end(self) -> None:

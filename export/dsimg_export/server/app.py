@@ -203,8 +203,13 @@ def deadline_of(request: Request, limits: Limits, given: float | None = None) ->
 
 async def predict(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /predict: the best classes of each image of the body; one that cannot be read fails alone."""
-    deadline = deadline_of(request, server.limits)
     model = server.model(request.path_params.get("name"))
+    with model.in_use():
+        return await _predict(server, model, request, stages)
+
+
+async def _predict(server: Server, model: Model, request: Request, stages: dict[str, float]) -> Response:
+    deadline = deadline_of(request, server.limits)
     top = _top(request, len(model.classes))
     began = time.monotonic()
     body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
@@ -324,7 +329,7 @@ def _row(
 
 async def models(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """GET /models: what is served, and how it was made."""
-    return json_response({"models": [model.card() for model in server.models.values()]})
+    return json_response({"models": [model.card for model in server.models.values()]})
 
 
 async def metrics(server: Server, request: Request, stages: dict[str, float]) -> Response:
@@ -420,6 +425,11 @@ async def repository_index(server: Server, request: Request, stages: dict[str, f
 async def infer(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /v2/models/M/infer: the network's own input, or encoded images as BYTES."""
     model = _named(server, request)
+    with model.in_use():
+        return await _infer(server, model, request, stages)
+
+
+async def _infer(server: Server, model: Model, request: Request, stages: dict[str, float]) -> Response:
     began = time.monotonic()
     body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
     encoding = request.headers.get("content-encoding", "")

@@ -1,8 +1,9 @@
 """A run that is being served: verified, warmed up, and the way from an image file's bytes to its logits."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,9 @@ class Model:
         self.version = sha256(served.run.path / "run.json")[:12]
         self.loaded = time.time()
         self.takes_pixels = takes_pixels(served.session)
+        self.card = _card(served, name=name, version=self.version, provider=plan.provider)
+        self._users = 0  # requests that have this model in hand
+        self._unused = asyncio.Event()
         # Dynamic int8: an image's answer would depend on its neighbours.
         alone = DEPENDS_ON_BATCH in served.session.get_modelmeta().custom_metadata_map
         self.batcher = Batcher(
@@ -138,23 +142,23 @@ class Model:
             self.input_of(data, max_pixels=2**31)
         return (time.monotonic() - start) / len(images)
 
-    def card(self) -> dict[str, Any]:
-        """Return what the model says of itself: name, version, classes, and the steps that it was made by."""
-        steps = [step.as_dict() for step in ancestry(self.served.run)]
-        for step in steps:  # where things lie on this host is nobody's business
-            step["path"] = Path(step["path"]).name
-            step.pop("parents")
-            if step["data"]:
-                step["data"] = {**step["data"], "folder": Path(str(step["data"].get("folder", ""))).name}
-        return {
-            "name": self.name,
-            "version": self.version,
-            "classes": list(self.classes),
-            "preprocess": self.served.preprocess.as_dict(),
-            "file": self.served.role,
-            "provider": self.plan.provider,
-            "steps": steps,
-        }
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the model from being retired: from a request's choice of it to the answer."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def retire(self) -> None:
+        """End the model, once everybody who has it in hand is answered; nobody new is given it any more."""
+        while self._users:
+            self._unused.clear()
+            await self._unused.wait()
+        await self.batcher.close()
 
     def statistics(self) -> dict[str, Any]:
         """Return what has been done since it was loaded, as Triton's statistics extension has it."""
@@ -204,3 +208,22 @@ def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], N
     )
     model.warm_up()
     return model
+
+
+def _card(served: Served, *, name: str, version: str, provider: Provider) -> dict[str, Any]:
+    """Return what a model says of itself: name, version, classes, and the steps that it was made by."""
+    steps = [step.as_dict() for step in ancestry(served.run)]
+    for step in steps:  # where things lie on this host is nobody's business
+        step["path"] = Path(step["path"]).name
+        step.pop("parents")
+        if step["data"]:
+            step["data"] = {**step["data"], "folder": Path(str(step["data"].get("folder", ""))).name}
+    return {
+        "name": name,
+        "version": version,
+        "classes": list(served.classes),
+        "preprocess": served.preprocess.as_dict(),
+        "file": served.role,
+        "provider": provider,
+        "steps": steps,
+    }
