@@ -12,7 +12,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ from dsimg_export.server.app import Limits, Server, build_app
 from dsimg_export.server.limits import protocol_with_deadline
 from dsimg_export.server.model import Decoder, Model, Plan, load
 from dsimg_export.server.reload import watch
+from dsimg_export.server.tune import Load, Setting, parse_goal, settings, tune
 from dsimg_export.verify import VerifyConfig, verify
 
 KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
@@ -46,6 +47,9 @@ class ServeConfig:
     """The port to listen on; 0 takes a free one, which is printed."""
     provider: Provider = "cpu"
     """Where ONNX Runtime runs the files; one that is not there is an error."""
+    tune: str | None = None
+    """What the slowest of a hundred may take, as p99=50ms: find --workers, --threads, --decode_threads, --max_batch and
+    --delay_ms that answer most within it, by measuring the first run on its golden images for a minute or so."""
     workers: int | None = None
     """Calls of a network at a time. Default: the cores over --threads; on a GPU 1."""
     threads: int = 1
@@ -88,6 +92,10 @@ class ServeConfig:
     """After that: how long what was accepted may take."""
 
     def __post_init__(self) -> None:
+        if self.tune is not None:
+            parse_goal(self.tune)
+            if self.provider != "cpu":
+                raise ConfigError("--tune shares out the cores of a CPU. Leave it out with --provider.")
         if not self.source:
             raise ConfigError("serve was given no run. Give --source RUN.")
         for name in ("workers", "threads", "decode_threads", "max_batch", "max_queue", "max_images", "max_pixels"):
@@ -113,6 +121,8 @@ def serve(config: ServeConfig) -> None:
     require_onnxruntime("serving")
     keys = _keys(config.api_key_file)
     listener = _bind(config.host, config.port)
+    if config.tune is not None:
+        config = _tuned(config, parse_goal(config.tune))
     server = open_server(config, keys=keys)
     terminal = cli.context().terminal
     host, port = listener.getsockname()[:2]
@@ -161,6 +171,57 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
         "dsimg_queue_images", "Images that wait.", lambda: {m.name: m.batcher.waiting for m in server.models.values()}
     )
     return server
+
+
+def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
+    """Return the flags with those that measuring found. Raises DsimgError."""
+    path = config.source[0]
+    verify(VerifyConfig(source=path, provider=config.provider))
+    terminal = cli.context().terminal
+
+    def say(found: Load) -> None:
+        terminal.say(
+            f"{_setting_text(found.setting)}: {found.images_per_second:.0f} a second, p99 {ms_text(found.p99)}"
+        )
+
+    found = tune(
+        goal,
+        list(settings(all_cores(), goal)),
+        load=lambda plan: load(path, "tuned", plan, observe=lambda images, seconds: None),
+        max_pixels=config.max_pixels,
+        say=say,
+    )
+    chosen = found.setting
+    terminal.table(
+        "tuned",
+        [
+            ("goal", f"p99 of at most {ms_text(goal)}, without HTTP"),
+            (
+                "found",
+                f"{found.images_per_second:.0f} images a second at p99 {ms_text(found.p99)}, {found.clients} at a time",
+            ),
+            ("flags", _setting_text(chosen)),
+        ],
+    )
+    return replace(
+        config,
+        workers=chosen.workers,
+        threads=chosen.threads,
+        decode_threads=chosen.decode_threads,
+        max_batch=chosen.max_batch,
+        delay_ms=1000 * chosen.delay,
+    )
+
+
+def _load_text(load: Load) -> str:
+    return f"{load.images_per_second:.0f} images a second, p99 {ms_text(load.p99)}"
+
+
+def _setting_text(setting: Setting) -> str:
+    return (
+        f"--workers {setting.workers} --threads {setting.threads} --decode_threads {setting.decode_threads} "
+        f"--max_batch {setting.max_batch} --delay_ms {1000 * setting.delay:g}"
+    )
 
 
 def _plan(config: ServeConfig) -> Plan:

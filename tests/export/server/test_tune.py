@@ -1,0 +1,76 @@
+import itertools
+
+import pytest
+
+from dsimg.errors import ConfigError
+from dsimg_export.serve import ServeConfig, open_server
+from dsimg_export.server import tune as tuning
+from dsimg_export.server.model import load
+from dsimg_export.server.tune import Setting, parse_goal, settings, tune
+from tests.export.golden_runs import write_golden_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_golden_run(tmp_path_factory.mktemp("tuned") / "digits").path
+
+
+def setting(**changes):
+    values = {"workers": 1, "threads": 1, "decode_threads": 1, "max_batch": 4, "delay": 0.0}
+    return Setting(**values | changes)
+
+
+def tuned(run, goal, tried, said=None):
+    return tune(
+        goal,
+        tried,
+        load=lambda plan: load(run, "x", plan, observe=lambda images, seconds: None),
+        max_pixels=10**6,
+        say=(said or []).append,
+        seconds=0.2,
+    )
+
+
+def test_a_goal_is_read():
+    assert parse_goal("p99=50ms") == pytest.approx(0.05)
+    for text in ("50", "p99=ms", "p99=0ms", "p50=3ms", "p99=1.2.3ms", "p99=-1ms"):
+        with pytest.raises(ConfigError, match="--tune p99=50ms"):
+            parse_goal(text)
+    with pytest.raises(ConfigError, match="p99"):
+        ServeConfig(source=("run",), tune="fast")
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_what_is_tried_uses_the_cores_and_no_more(cores):
+    tried = list(settings(cores, 0.05))
+    assert len(tried) == len(set(tried))
+    assert all(1 <= one.workers * one.threads <= cores and 1 <= one.decode_threads <= cores for one in tried)
+    assert {one.max_batch for one in tried} == set(tuning.BATCHES)
+
+
+def test_the_setting_that_answers_most_within_the_goal_is_found(run):
+    said = []
+    # A call that waits 600 ms for others cannot keep 400 ms.
+    found = tuned(run, 0.4, [setting(delay=0.6), setting()], said)
+    assert found.setting == setting()
+    assert found.p99 <= 0.4
+    assert found.images_per_second > 20
+    assert [one.setting for one in said] == [setting()]
+
+
+def test_a_goal_that_nothing_keeps_is_an_error(run):
+    with pytest.raises(ConfigError, match="one client alone waits"):
+        tuned(run, 1e-6, [setting()])
+
+
+def test_more_clients_are_tried_until_the_goal_breaks(run, monkeypatch):
+    clients = itertools.count(1)
+    monkeypatch.setattr(tuning, "CLIENTS", tuple(itertools.islice(clients, 3)))
+    assert tuned(run, 10.0, [setting()]).clients in (1, 2, 3)
+
+
+def test_what_was_found_is_served(run):
+    server = open_server(ServeConfig(source=(run,), workers=1, threads=2, max_batch=3, delay_ms=1.5))
+    (model,) = server.models.values()
+    assert (model.plan.workers, model.plan.threads, model.batcher.max_batch) == (1, 2, 3)
+    assert model.plan.max_delay == pytest.approx(0.0015)
