@@ -48,7 +48,8 @@ def test_what_is_tried_uses_the_cores_and_no_more(cores):
     assert {one.max_batch for one in tried} == set(tuning.BATCHES)
 
 
-def test_the_setting_that_answers_most_within_the_goal_is_found(run):
+def test_the_setting_that_answers_most_within_the_goal_is_found(run, monkeypatch):
+    monkeypatch.setattr(tuning, "CLIENTS", (1, 2))  # fewer than a batch: none is full
     said = []
     # A call that waits 600 ms for others cannot keep 400 ms.
     found = tuned(run, 0.4, [setting(delay=0.6), setting()], said)
