@@ -26,7 +26,7 @@ def tuned(run, goal, tried, said=None):
         tried,
         load=lambda plan: load(run, "x", plan, observe=lambda images, seconds: None),
         max_pixels=10**6,
-        say=(said or []).append,
+        say=([] if said is None else said).append,
         seconds=0.2,
     )
 
