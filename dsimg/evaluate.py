@@ -18,7 +18,7 @@ from dsimg.errors import ConfigError
 from dsimg.evaluation import Evaluation, find_split, result_rows, write_evaluation
 from dsimg.machine import all_cores
 from dsimg.run import Run, make_folder
-from dsimg.runtime import Provider, is_exported
+from dsimg.runtime import Provider, choose_runtime
 from dsimg_export.measuring import evaluate_session, measured_on
 
 
@@ -58,7 +58,7 @@ class EvaluateConfig:
 def evaluate(config: EvaluateConfig) -> Evaluation | None:
     """Measure a run on a folder of images, each image once on any number of ranks. Rank 0 gets the result."""
     run = Run.open(config.source)
-    if is_exported(run, threads=config.threads, provider=config.provider):
+    if choose_runtime(run, threads=config.threads, provider=config.provider) == "onnxruntime":
         result: Evaluation | None = _evaluate_file(run, config)
     else:
         from dsimg.evaluate_network import evaluate_network

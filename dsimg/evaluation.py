@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg import metrics
-from dsimg.errors import DataError, RunError
-from dsimg.folder import Split, find_labelled, is_folder, read_index, shown
+from dsimg.errors import ConfigError, DataError, RunError
+from dsimg.folder import ImageFolder, Split, find_labelled, is_folder, read_index, shown
 from dsimg.run import Run, write_atomically, write_json
+
+COLUMNS = ("file", "predicted", "correct")  # of predictions.csv, that other stages read
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,21 @@ class Evaluation:
     losses: NDArray[np.float64]  # (N,)
 
 
+def images_of(run: Run) -> ImageFolder:
+    """Return the images that a run was trained on, wherever they are now. Raises ConfigError where it does not say."""
+    if not run.has("index"):
+        raise ConfigError(f"{run.path} does not say what images it was trained on. Give them with --data.")
+    return read_index(run.file("index"))
+
+
 def find_split(run: Run, folder: str | None, classes: Sequence[str]) -> tuple[Split, tuple[str, ...]]:
     """Return the images to measure on, and notes. The folder that the run was trained on gives what training held out.
 
-    Raises DataError as `find_labelled`, or where the images are not there, and RunError.
+    Raises ConfigError as `images_of`; DataError as `find_labelled`, or where the images are not there; RunError.
     """
     if folder is not None and not run.has("index"):
         return find_labelled(Path(folder), classes)
-    index = read_index(run.file("index"))
+    index = images_of(run)
     held_out = "the images that training held out"
     if folder is None:
         if not is_folder(index.val.folder):
@@ -156,11 +165,15 @@ def write_evaluation(folder: Path, evaluation: Evaluation, classes: Sequence[str
 
 
 def read_predictions(path: Path) -> dict[str, dict[str, str]]:
-    """Return the rows of a `predictions.csv` by their files. Raises RunError."""
+    """Return the rows of a `predictions.csv` by their files, each with COLUMNS. Raises RunError."""
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-            return {row["file"]: row for row in csv.DictReader(stream)}
-    except (OSError, KeyError, csv.Error) as error:
+            rows = csv.DictReader(stream)
+            for name in COLUMNS:
+                if name not in (rows.fieldnames or ()):
+                    raise ValueError(f"it has no column '{name}'")
+            return {row["file"]: row for row in rows}
+    except (OSError, ValueError, csv.Error) as error:
         raise RunError(f"cannot read {path}: {error}. Remove it, or evaluate the run again.") from error
 
 

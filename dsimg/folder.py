@@ -1,12 +1,14 @@
 """From a folder of images to lists of files with labels, and the index that keeps them with a run."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import itertools
 import json
 import os
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,8 +112,10 @@ def find_images(root: Path, *, seed: int, val_share: float = 0.2) -> ImageFolder
 def is_folder(path: Path) -> bool:
     """Tell whether a folder is there. Raises DataError where a folder above it may not be read."""
     try:
-        return path.is_dir()
+        return stat.S_ISDIR(path.stat().st_mode)  # is_dir takes some errors for a no, and which ones has changed
     except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
         raise DataError(f"cannot read {shown(path)}: {error.strerror}. Change the permissions above it.") from None
 
 

@@ -21,7 +21,7 @@ from dsimg.folder import images_below, shown
 from dsimg.machine import all_cores
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run
-from dsimg.runtime import Provider, is_exported
+from dsimg.runtime import Provider, choose_runtime
 from dsimg_export.measuring import Answer
 from dsimg_export.reading import read_batches
 
@@ -128,7 +128,7 @@ def _of(file: Path, logits: NDArray[np.float32], classes: Sequence[str], top: in
 
 
 def _answer(run: Run, config: PredictConfig) -> Answer:
-    if is_exported(run, threads=config.threads, provider=config.provider):
+    if choose_runtime(run, threads=config.threads, provider=config.provider) == "onnxruntime":
         from dsimg_export.served import open_served
 
         return open_served(run, threads=config.threads or all_cores(), provider=config.provider).logits

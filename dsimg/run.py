@@ -70,6 +70,15 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise RunError(f"cannot write {path}: {error.strerror}. Free some space or choose another --out.") from error
 
 
+@contextlib.contextmanager
+def writing_in(out: Path) -> Iterator[None]:
+    """Raise RunError with the remedy where the folder that --out names, or what is below it, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"cannot write in --out {out}: {error.strerror or error}. Choose another --out.") from error
+
+
 def make_folder(out: Path) -> Path:
     """Make the folder that --out names for files that are no run of their own, and return it.
 
@@ -144,7 +153,10 @@ _locks: list[int] = []  # descriptors that are kept open until the process ends,
 
 
 def hold_lock(path: Path) -> None:
-    """Keep other processes out of a run folder for as long as this one lives. Raises RunError when one is in it."""
+    """Keep other processes out of a run folder for as long as this one lives.
+
+    Raises RunError when one is in it, OSError where the folder may not be written.
+    """
     descriptor = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +210,8 @@ class Run:
         `config` is JSON-able; `free` names its keys that may differ when the same run is started again. `parents` are
         the runs that this one reads, as they are now; `reads` are other files and folders that it reads, which must
         not lie in `path`, nor `path` in them.
-        Raises RunError when the folder holds something else: another stage, another config, no run at all.
+        Raises RunError when the folder holds something else: another stage, another config, no run at all; and where
+        it cannot be made, or removed.
         """
         state = cls.state(path)
         here = path.resolve()
@@ -208,7 +221,8 @@ class Run:
                     f"--out {path} and {other}, which the run reads, lie in one another. Choose another --out."
                 )
         if state != "new" and overwrite:
-            remove_run(path.resolve())
+            with writing_in(path):
+                remove_run(path.resolve())
             state = "new"
         if state != "new":
             stored = read_json(path / "config.json")
@@ -220,7 +234,8 @@ class Run:
                 )
             manifest = read_json(path / "run.json") if state == "finished" else None
             return cls(path, manifest), state
-        path.resolve().mkdir(parents=True, exist_ok=True)  # resolved: a link may lead to what is not there yet
+        with writing_in(path):
+            path.resolve().mkdir(parents=True, exist_ok=True)  # resolved: a link may lead to what is not there yet
         ancestry = [{"path": str(run.path), "sha256": sha256(run.path / "run.json")} for run in parents]
         write_json(path / "config.json", {"stage": stage, "parents": ancestry, **config})
         return cls(path, None), state
@@ -331,10 +346,15 @@ class Run:
         write_json(self.path / "run.json", self.manifest)
 
     def withdraw(self) -> None:
-        """Give an unfinished run's folder up again, where its stage refused: another config may then have it."""
-        for name in (*(name for name, _ in ROLES.values()), ".lock"):
-            (self.path / name).unlink(missing_ok=True)
+        """Give an unfinished run's folder up again, where its stage refused: another config may then have it.
+
+        A finished run stays. So does what cannot be removed, in silence: the user is to hear why the stage refused.
+        """
         with contextlib.suppress(OSError):
+            if (self.path / "run.json").exists():
+                return
+            for name in (*(name for name, _ in ROLES.values()), ".lock"):
+                (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 
     @property
@@ -345,7 +365,11 @@ class Run:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one. Raises OSError."""
+    """Remove a run. It is renamed first: a kill meanwhile must not leave half of one.
+
+    What cannot be removed then is left to the next call. Raises OSError: a folder that can be neither renamed nor
+    emptied.
+    """
     aside = folder.with_name(f".{folder.name}.overwritten")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -357,7 +381,7 @@ def remove_run(folder: Path) -> None:
             else:
                 entry.unlink()
     else:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

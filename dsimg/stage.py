@@ -17,8 +17,8 @@ from dsimg.checkpoint import choose_checkpoint, set_aside_newer
 from dsimg.ds_json import find_ds_config, read_ds_config
 from dsimg.ds_lint import lint_ds_config
 from dsimg.errors import ConfigError, RunError, StopRequested
-from dsimg.evaluation import result_rows, write_evaluation
-from dsimg.folder import read_index, write_index
+from dsimg.evaluation import images_of, result_rows, write_evaluation
+from dsimg.folder import write_index
 from dsimg.plan import DEFAULT_BATCH_SIZE, Images, Network, TrainPlan, check_against_json, plan_training
 from dsimg.recipe import Recipe
 from dsimg.run import Run, State, as_plain, hold_lock, nothing_to_do, read_json, write_json, write_labels
@@ -303,14 +303,13 @@ def _finish(
 
 
 def data_of(source: Path) -> str:
-    """Return the --data that a run was trained with. Raises ConfigError where `source` is not a run."""
+    """Return the --data that a run was trained with. Raises ConfigError where `source` is no run, or does not say."""
     if not source.is_dir() and (":" in str(source) or "_Weights." in str(source)):
         raise ConfigError(f"{source} is no run, which would say what images it was trained on. Give them with --data.")
     run = Run.open(source)
-    if not (run.has("config") and run.has("index")):
-        raise ConfigError(f"{source} does not say what images it was trained on. Give them with --data.")
+    images = images_of(run)
     given = read_json(run.file("config"))["data"]
-    return "digits" if given == "digits" else str(read_index(run.file("index")).root)
+    return "digits" if given == "digits" else str(images.root)
 
 
 def as_json(config: Recipe) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """Fixtures shared by the tests: small data sets of real image files, and programs run on several ranks."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +45,31 @@ def make_folder(root: Path, *, classes: tuple[str, ...] = ("ant", "bee"), train:
 def small_folder(tmp_path: Path) -> Path:
     """Two classes of eight training and four validation images, 32 x 32."""
     return make_folder(tmp_path / "insects")
+
+
+NOBODY = 65534
+
+
+@contextlib.contextmanager
+def without_rights() -> Iterator[None]:
+    """Act as a user whom permissions hold, where root runs the tests. What is imported must have been before: Python's
+    own files may be root's."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that `without_rights` may look into and not write, as `tmp_path` is the owner's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -56,7 +56,8 @@ class Chain:
     def trained(self, candidate: Candidate) -> Measured | None:
         """Make the network of a candidate, and return what its training said of its accuracy. Raises FailedError."""
         run = Run.open(self._network(candidate.arch, candidate.ratio))
-        said = (run.manifest or {})["metrics"].get("validation")
+        assert run.manifest is not None
+        said = run.manifest["metrics"].get("validation")
         return None if said is None else _measured(said)
 
     def finish(self, candidate: Candidate) -> Measured:
@@ -145,8 +146,9 @@ class Chain:
         self.commands[name], self.parents[name] = command, parent
         if Run.state(path) != "finished":
             self._do(command, makes=path / "run.json")
-        made_of = Run.open(path).manifest or {}
-        if sha256(parent / "run.json") not in {one["sha256"] for one in made_of["parents"]}:
+        made = Run.open(path).manifest
+        assert made is not None
+        if sha256(parent / "run.json") not in {one["sha256"] for one in made["parents"]}:
             raise RunError(
                 f"{path} was made of another run than {parent} is now. Remove it, and the same command makes it anew."
             )

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsimg import cli
+from dsimg.console import ms_text
 from dsimg.errors import ConfigError, ModelError, RunError
 from dsimg.evaluation import find_split
-from dsimg.folder import read_index
+from dsimg.folder import is_folder, read_index
 from dsimg.metrics import accuracy_text
 from dsimg.recipe import latency_goal
-from dsimg.run import Run, as_plain, hold_lock, read_json, remove_run, sha256, write_json
+from dsimg.run import Run, as_plain, hold_lock, read_json, remove_run, sha256, write_json, writing_in
+from dsimg.runtime import require_onnxruntime, require_torch
 from dsimg_export.chain import EVALUATION, Chain, FailedError
 from dsimg_export.commands import Runner, run_command
 from dsimg_export.report import EQUAL, build_report, shown_rows, write_report
@@ -45,6 +47,8 @@ FREE = (
 
 def compress(config: CompressConfig) -> Run:
     """Find the fastest network within --max_drop of a run's accuracy, by distilling, pruning and quantizing it."""
+    require_torch("training what is compressed")
+    require_onnxruntime("measuring what is compressed")
     return search(config, run=run_command)
 
 
@@ -137,15 +141,16 @@ def _open_source(config: CompressConfig) -> Run:
 
 
 def _check_data(config: CompressConfig, source: Run) -> None:
-    """Raise ConfigError where the source and what is trained here would be measured on different images."""
+    """Raise ConfigError, or DataError, where there are no images, or the source and what is trained here would be
+    measured on different ones."""
+    if config.data is not None and not is_folder(Path(config.data)):
+        raise ConfigError(
+            f"--data {config.data} is no folder. Leave it out for the images that {config.source} was trained on."
+        )
+    split, _ = find_split(source, config.data, source.model["classes"])
     if config.data is None:
         return
     folder = Path(config.data)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--data {folder} is no folder. Leave it out for the images that {config.source} was trained on."
-        )
-    split, _ = find_split(source, config.data, source.model["classes"])
     held_out = set(read_index(source.file("index")).val.files) if source.has("index") else set()
     if split.folder.resolve() == folder.resolve() and not set(split.files) <= held_out:
         raise ConfigError(
@@ -171,15 +176,13 @@ def _claim(config: CompressConfig, source: Run) -> None:
     given = {flag: _content(Path(value)) for flag in ("recipe", "deepspeed_config") if (value := getattr(config, flag))}
     asked = {**as_plain(config), "source_sha256": sha256(source.path / "run.json"), "sha256": given}
     asked = json.loads(json.dumps(asked))
-    try:
+    with writing_in(out):
         if not state.exists():
             # What a kill between the lock and the state leaves is no stranger's.
             if out.exists() and (not out.is_dir() or any(not entry.name.startswith(".") for entry in out.iterdir())):
                 raise RunError(f"--out {out} holds something other than a search. Choose another --out.")
             out.mkdir(parents=True, exist_ok=True)
         hold_lock(out)
-    except OSError as error:
-        raise RunError(f"cannot write in --out {out}: {error.strerror}. Choose another --out.") from error
     if state.exists():
         kept = read_json(state)
         if kept.get("source_sha256") != asked["source_sha256"] and kept.get("source") == asked["source"]:
@@ -246,14 +249,16 @@ def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: 
     place = config.out / "winner"
     files = [str(config.out / name) for name in ("report.html", "report.png", "report.json")]
     if winner is None:
-        if place.exists():
-            remove_run(place)
+        with writing_in(config.out):
+            if place.exists():
+                remove_run(place)
         terminal.say(f"report: {', '.join(path for path in files if Path(path).exists())}")
         raise ModelError(report["conclusion"])
     _copy_run(config.out / winner["name"], place)
     low_high = accuracy_text({"value": winner["top1"], "interval": winner["interval"]})
+    latency = ms_text(winner["p50_ms"] / 1000)
     rows = [
-        ("winner", f"{winner['name']}: {winner['p50_ms']:.3g} ms, {winner['speedup']:.2f}x as fast as the source"),
+        ("winner", f"{winner['name']}: {latency}, {winner['speedup']:.2f}x as fast as the source"),
         ("Top-1", f"{low_high}, {100 * winner['difference']:+.2f} points"),
         *[("made by" if i == 0 else "", line) for i, line in enumerate(winner["commands"])],
         ("report", ", ".join(path for path in files if Path(path).exists())),
@@ -265,15 +270,16 @@ def _conclude(config: CompressConfig, source: Run, reference: Candidate, chain: 
 
 
 def _copy_run(run: Path, place: Path) -> None:
-    """Copy a run, whole or not at all, in place of what was there."""
+    """Copy a run, whole or not at all, in place of what was there. Raises RunError."""
     if (place / "run.json").exists() and sha256(place / "run.json") == sha256(run / "run.json"):
         return
     beside = place.with_name(f".{place.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(run, beside, ignore=shutil.ignore_patterns(".lock", "*.tmp"))
-    if place.exists():
-        remove_run(place)
-    beside.rename(place)
+    with writing_in(place.parent):
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.copytree(run, beside, ignore=shutil.ignore_patterns(".lock", "*.tmp"))
+        if place.exists():
+            remove_run(place)
+        beside.rename(place)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsimg.errors import ConfigError, DataError, RunError
-from dsimg.evaluation import missing_notes, recorded_split
-from dsimg.folder import ImageFolder, Split, find_images, find_labelled, is_folder, read_index
+from dsimg.errors import DataError, RunError
+from dsimg.evaluation import images_of, missing_notes, recorded_split
+from dsimg.folder import ImageFolder, Split, find_images, find_labelled, is_folder
 from dsimg.run import Run, read_json
 
 CHOOSING_IMAGES = 1000  # at most; their pixels are kept in memory
@@ -71,14 +71,13 @@ def subset(split: Split, places: Sequence[int] | NDArray[np.int64]) -> Split:
 def _folder(run: Run, data: str | None, seed: int) -> ImageFolder:
     """Return the images of `data`, or the run's, with the labels of the run's classes; all as training images where
     nothing says which are for validation."""
-    index = read_index(run.file("index")) if run.has("index") else None
     if data is None:
-        if index is None:
-            raise ConfigError(f"{run.path} does not know the images it was trained with. Give them with --data.")
-        missing = [split.folder for split in (index.train, index.val) if not is_folder(split.folder)]
+        known = images_of(run)
+        missing = [split.folder for split in (known.train, known.val) if not is_folder(split.folder)]
         if missing:
             raise DataError(f"{missing[0]}, which the run was trained with, is not there. Give its place with --data.")
-        return index
+        return known
+    index = images_of(run) if run.has("index") else None
     root = Path(data)
     if index is not None and is_folder(root) and root.resolve() == index.root.resolve():
         return index

@@ -3,6 +3,7 @@
 A stage that was stopped is done again from its start by the same command.
 """
 
+import functools
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from dsimg import cli
 from dsimg.errors import DsimgError
-from dsimg.run import Run, as_plain, hold_lock, nothing_to_do, write_labels
+from dsimg.run import Run, as_plain, hold_lock, nothing_to_do, write_labels, writing_in
 
 FREE = ("out", "overwrite", "threads")
 
@@ -43,14 +44,14 @@ def run_short(
     """Run `body`, which writes the files of the run and finishes it, unless that was done; return the run.
 
     `prepare` opens what the body needs, before the folder is claimed; what is refused then, or by the body, leaves the
-    folder to the command put right. Raises RunError as `Run.begin`, and where a run was begun with parents that have
-    been made anew since.
+    folder to the command put right. Raises RunError as `Run.begin`, where the folder cannot be written, and where a run
+    was begun with parents that have been made anew since.
     """
     path = config.out
-    before = Run.state(path)
-    if before != "new":
-        hold_lock(path)
-    prepared = None if before == "finished" and not config.overwrite else prepare()
+    prepared = functools.cache(prepare)
+    if _is_to_write(config):
+        prepared()
+        _is_to_write(config)  # another process may have begun it meanwhile, and --overwrite removes it
     run, state = Run.begin(
         path,
         stage=stage,
@@ -62,18 +63,32 @@ def run_short(
     )
     if state != "new":
         Run.check_parents(path, [parent.path for parent in parents])
-    if prepared is None:
+    if state == "finished":
         cli.context().terminal.say(nothing_to_do(path))
         return run
-    hold_lock(path)
-    if state == "unfinished":
-        _remove_half_written(path)
+    with writing_in(path):
+        hold_lock(path)
+        if state == "unfinished":
+            _remove_half_written(path)
     try:
-        body(run, prepared)
+        body(run, prepared())
     except DsimgError:
         run.withdraw()
         raise
     return Run.open(path)
+
+
+def _is_to_write(config: Config) -> bool:
+    """Tell whether --out is to be written, and lock what is there. A finished run stays as it is, but for --overwrite,
+    and may lie where nothing can be written. Raises RunError."""
+    path = config.out
+    with writing_in(path):
+        state = Run.state(path)
+        if state == "finished" and not config.overwrite:
+            return False
+        if state != "new":
+            hold_lock(path)
+        return True
 
 
 def _remove_half_written(path: Path) -> None:
@@ -86,7 +101,12 @@ def _remove_half_written(path: Path) -> None:
 
 
 def copy_described(source: Run | None, out: Run, classes: Sequence[str]) -> None:
-    """Bring along what later stages read: the list of images of `source`, where it has one, and the classes as text."""
+    """Bring along what later stages read: the list of images of `source`, where it has one, and the classes as text.
+
+    Raises RunError.
+    """
     if source is not None and source.has("index"):
-        shutil.copyfile(source.file("index"), out.path / "index.jsonl.gz")
+        index = source.file("index")
+        with writing_in(out.path):
+            shutil.copyfile(index, out.path / "index.jsonl.gz")
     write_labels(out.path, classes)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dsimg.errors import DataError
-from dsimg.evaluation import find_split, is_folder
-from dsimg.folder import find_images, read_index, write_index
+from dsimg.errors import ConfigError, DataError, RunError
+from dsimg.evaluation import find_split, read_predictions
+from dsimg.folder import find_images, is_folder, read_index, write_index
 from dsimg.run import Run
-from tests.conftest import make_folder
+from tests.conftest import make_folder, without_rights
 
 CLASSES = ("ant", "bee")
 
@@ -67,10 +67,33 @@ def test_the_class_folders_themselves_give_what_was_held_out_of_them(run: Run, t
     assert notes == ("the images that training held out",)
 
 
-def test_a_folder_that_may_not_be_read_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(_: Path) -> bool:
-        raise PermissionError(13, "Permission denied")
+def test_a_folder_that_may_not_be_read_is_an_error_of_the_data(open_folder: Path) -> None:
+    inner = open_folder / "outer" / "inner"
+    inner.mkdir(parents=True)
+    assert is_folder(inner)
+    inner.parent.chmod(0)
+    with without_rights():
+        with pytest.raises(DataError, match=r"cannot read .*inner: Permission denied\. Change the permissions"):
+            is_folder(inner)
+        assert not is_folder(open_folder / "gone")
+        assert not is_folder(Path(__file__) / "below a file")
 
-    monkeypatch.setattr(Path, "is_dir", refuse)
-    with pytest.raises(DataError, match=r"cannot read .*inner: Permission denied\. Change the permissions"):
-        is_folder(tmp_path / "inner")
+
+def test_a_run_that_does_not_say_what_it_was_trained_on_asks_for_images(tmp_path: Path) -> None:
+    begun, _ = Run.begin(tmp_path / "bare", stage="train", config={})
+    begun.finish(seed=0, model={}, metrics={})
+    message = r"bare does not say what images it was trained on\. Give them with --data\."
+    with pytest.raises(ConfigError, match=message):
+        find_split(Run.open(begun.path), None, CLASSES)
+    make_folder(tmp_path / "data", classes=CLASSES, train=1, val=1)
+    assert len(find_split(Run.open(begun.path), str(tmp_path / "data"), CLASSES)[0].files) == 2
+
+
+@pytest.mark.parametrize("head", ["", "file,label", "file,predicted", "predicted,correct"])
+def test_predictions_without_what_is_read_of_them_are_damaged(tmp_path: Path, head: str) -> None:
+    path = tmp_path / "predictions.csv"
+    path.write_text("file,predicted,correct\nant/1.png,ant,1\n")
+    assert read_predictions(path) == {"ant/1.png": {"file": "ant/1.png", "predicted": "ant", "correct": "1"}}
+    path.write_text(f"{head}\nant/1.png,ant\n")
+    with pytest.raises(RunError, match=r"cannot read .*\.csv: it has no column '\w+'\. Remove it, or evaluate the run"):
+        read_predictions(path)

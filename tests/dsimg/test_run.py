@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dsimg.errors import RunError
-from dsimg.run import Run, make_folder, write_atomically, write_json
+from dsimg.run import Run, make_folder, remove_run, write_atomically, write_json
+from tests.conftest import without_rights
 
 CONFIG = {"model": "resnet18", "epochs": 3, "workers": 2, "size": (1, 2)}
 MODEL = {"arch": "resnet18", "num_classes": 2, "classes": ["ant", "bee"], "preprocess": {}}
@@ -138,3 +139,37 @@ def test_a_folder_that_is_read_only_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(RunError, match=r"cannot write into .*: it is read-only for this user\. Choose another --out\."):
         make_folder(tmp_path)
+
+
+def test_a_finished_run_is_not_given_up(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "a")
+    run.withdraw()
+    assert {entry.name for entry in run.path.iterdir()} == {"config.json", "labels.txt", "run.json"}
+    unfinished, _ = Run.begin(tmp_path / "b", stage="train", config=CONFIG)
+    unfinished.withdraw()
+    assert not unfinished.path.exists()
+
+
+def test_a_run_that_cannot_be_removed_whole_is_out_of_the_way_and_goes_with_the_next(open_folder: Path) -> None:
+    path, aside = open_folder / "a", open_folder / ".a.overwritten"
+    kept = finished_run(path).path / "evaluations"
+    kept.mkdir()
+    (kept / "evaluation.json").touch()
+    kept.chmod(0o555)
+    open_folder.chmod(0o777)
+    path.chmod(0o777)
+    with without_rights():
+        remove_run(path)
+    assert not path.exists()
+    assert (aside / "evaluations" / "evaluation.json").exists()
+    (aside / "evaluations").chmod(0o755)
+    remove_run(finished_run(path).path)
+    assert not path.exists()
+    assert not aside.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(open_folder: Path) -> None:
+    open_folder.chmod(0o555)
+    message = r"cannot write in --out .*/a/b: Permission denied\. Choose another --out\."
+    with without_rights(), pytest.raises(RunError, match=message):
+        Run.begin(open_folder / "a" / "b", stage="train", config=CONFIG)

@@ -9,7 +9,7 @@ import pytest
 
 from dsimg.errors import ConfigError
 from dsimg.run import Run
-from dsimg.runtime import is_exported, require_onnxruntime
+from dsimg.runtime import choose_runtime, require_onnxruntime, require_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,14 +24,14 @@ def without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 
 
 def test_a_file_goes_to_onnx_runtime_and_weights_to_torch() -> None:
-    assert is_exported(run_with("model"), threads=2, provider="cuda")
-    assert not is_exported(run_with("weights"), threads=None, provider="cpu")
+    assert choose_runtime(run_with("model"), threads=2, provider="cuda") == "onnxruntime"
+    assert choose_runtime(run_with("weights"), threads=None, provider="cpu") == "torch"
 
 
 @pytest.mark.parametrize(("threads", "provider"), [(1, "cpu"), (None, "cuda")])
 def test_what_only_onnx_runtime_knows_is_refused_for_torch(threads: int | None, provider: str) -> None:
     with pytest.raises(ConfigError, match=r"runs/one has no ONNX file\. Leave them out, or export the run first"):
-        is_exported(run_with("weights"), threads=threads, provider=provider)  # type: ignore[arg-type]
+        choose_runtime(run_with("weights"), threads=threads, provider=provider)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,19 @@ def test_a_runtime_that_is_not_installed_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, role: str, package: str, extra: str
 ) -> None:
     without(monkeypatch, package)
-    with pytest.raises(ConfigError, match=rf"runs/one .*'dsimg\[{extra}\]'"):
-        is_exported(run_with(role), threads=None, provider="cpu")
+    with pytest.raises(ConfigError, match=rf"runs/one.* needs {package}: .*'dsimg\[{extra}\]'"):
+        choose_runtime(run_with(role), threads=None, provider="cpu")
 
 
-def test_what_needs_sessions_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_runtime_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     require_onnxruntime("measuring a session")
+    require_torch("training")
     without(monkeypatch, "onnxruntime")
     with pytest.raises(ConfigError, match=r"^measuring a session needs onnxruntime: pip install"):
         require_onnxruntime("measuring a session")
+    without(monkeypatch, "torch")
+    with pytest.raises(ConfigError, match=r"^training needs torch: pip install 'dsimg\[train\]'\.$"):
+        require_torch("training")
 
 
 @pytest.mark.parametrize(

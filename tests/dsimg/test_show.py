@@ -131,8 +131,20 @@ def test_json_needs_no_torch_and_has_what_was_evaluated_since(chain: Path) -> No
     assert steps[2]["begun_from"] == "Net_Weights.DEFAULT"
 
 
-def test_a_damaged_weights_file_has_no_count(tmp_path: Path) -> None:
-    (tmp_path / "weights.safetensors").write_bytes(b"\xff" * 40)
+def test_values_are_counted_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights.safetensors"
+    buffers = {"norm.running_mean": np.zeros(7, np.float32), "norm.num_batches_tracked": np.zeros((), np.int64)}
+    trained = {"conv.weight": np.zeros((2, 3, 3), np.float32), "scale": np.zeros((), np.float32)}
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    save_file({**trained, **buffers}, path, metadata={"format": "pt"})
+    assert count_parameters(path) == 19
+    save_file(buffers, path)
+    assert count_parameters(path) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"\2" + bytes(7) + b"[]", b"\7" + bytes(7) + b'{"a":1}'])
+def test_a_damaged_weights_file_has_no_count(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "weights.safetensors").write_bytes(content)
     assert count_parameters(tmp_path / "weights.safetensors") is None
     with pytest.raises(DsimgError, match="there is no run folder"):
         show(ShowConfig(source=tmp_path / "nowhere"))

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dsimg.errors import StopRequested
+from dsimg.folder import ImageFolder, Split, write_index
 from dsimg.machine import processor_name
 from dsimg.metrics import wilson_interval
 from dsimg.run import Run, sha256, write_json
@@ -25,10 +28,13 @@ PROBED = {
 SOURCE = "cifar_resnet56_fp32"
 
 
-def write_source(path: Path, *, arch: str = "cifar_resnet56") -> Run:
-    """Write a trained run, with a file in the place of its weights."""
+def write_source(path: Path, *, arch: str = "cifar_resnet56", images: bool = True) -> Run:
+    """Write a trained run, with a file in the place of its weights; without `images` it keeps no list of them."""
     run, _ = Run.begin(path, stage="train", config={})
     (path / "weights.safetensors").write_bytes(b"weights")
+    if images:
+        none = Split(path.parent, (), np.empty(0, np.int64))
+        write_index(ImageFolder(path.parent, tuple(MODEL["classes"]), none, none, ()), path / "index.jsonl.gz")
     run.finish(seed=0, model={**MODEL, "arch": arch}, metrics={})
     return Run.open(path)
 
@@ -96,8 +102,8 @@ class Played:
         write_json(out / "evaluation.json", report_of(right))
         with (out / "predictions.csv").open("w", newline="") as stream:
             writer = csv.writer(stream)
-            writer.writerow(["file", "correct"])
-            writer.writerows([f"{first + number}.png", int(number < right)] for number in range(IMAGES))
+            writer.writerow(["file", "predicted", "correct"])
+            writer.writerows([f"{first + number}.png", "ant", int(number < right)] for number in range(IMAGES))
 
     def _bench(self, runs: list[Path], out: Path) -> None:
         out.mkdir(exist_ok=True)

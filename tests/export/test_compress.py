@@ -1,6 +1,7 @@
 """`dsimg compress`: what is tried, in which order, what is not, and what wins. Its commands are played."""
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -364,6 +365,40 @@ def test_data_that_source_and_students_would_be_measured_on_differently_are_refu
     search(dataclasses.replace(config, data=str(root)), run=Played())
     with pytest.raises(ConfigError, match="has no val/ folder"):
         search(dataclasses.replace(config, data=str(root / "train"), out=tmp_path / "b"), run=Played())
+
+
+def test_a_source_that_does_not_say_what_it_was_trained_on_asks_for_images(
+    config: CompressConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, source=write_source(tmp_path / "bare", images=False).path)
+    with pytest.raises(ConfigError, match=r"bare does not say what images it was trained on\. Give them with --data\."):
+        search(config, run=Played())
+    assert not config.out.exists()
+    search(dataclasses.replace(config, data=str(make_folder(tmp_path / "photos"))), run=Played())
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "train"), ("onnxruntime", "serve")])
+def test_what_its_commands_need_is_asked_for_before_anything_is_made(
+    config: CompressConfig, monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else found(name))
+    with pytest.raises(ConfigError, match=rf"needs {package}: pip install .*'dsimg\[{extra}\]'"):
+        compress.compress(config)
+    assert not config.out.exists()
+
+
+def refuse(path: Path) -> None:
+    raise OSError(39, "Directory not empty", str(path))
+
+
+def test_a_winner_that_cannot_be_replaced_is_named(config: CompressConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(config, run=Played())
+    monkeypatch.setattr(compress, "remove_run", refuse)
+    message = r"cannot write in --out .*out: Directory not empty\. Choose another --out\."
+    for other in ({"ratios": (1,)}, {"target_latency": "0.1ms"}):
+        with pytest.raises(RunError, match=message):
+            search(dataclasses.replace(config, **other), run=Played())  # type: ignore[arg-type]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(config: CompressConfig, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dsimg.errors import ConfigError, DataError
 from dsimg.folder import find_images, write_index
 from dsimg.run import Run
 from dsimg_export.samples import find_samples, stratified
-from tests.conftest import make_folder
+from tests.conftest import make_folder, without_rights
 from tests.export.files import write_network
 from tests.export.runs import CLASSES, MODEL, write_run
 
@@ -148,17 +148,14 @@ def test_images_of_training_among_those_reported_on_are_noted(tmp_path):
     assert warned(unindexed, others)
 
 
-def test_a_folder_that_may_not_be_read_is_named(tmp_path, monkeypatch):
-    run = write_indexed(tmp_path / "run", make_folder(tmp_path / "data", classes=tuple(CLASSES), train=2, val=1))
-
-    def refused(path):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("pathlib.Path.is_dir", refused)
-    with pytest.raises(DataError, match=r"cannot read .*data.*: Permission denied"):
+def test_a_folder_that_may_not_be_read_is_named(open_folder):
+    data = make_folder(open_folder / "data", classes=tuple(CLASSES), train=2, val=1)
+    run = write_indexed(open_folder / "run", data)
+    data.chmod(0)
+    with without_rights(), pytest.raises(DataError, match=r"cannot read .*data.*: Permission denied"):
         find_samples(run, None, calibration_images=5, seed=3)
 
 
 def test_a_run_that_knows_no_images_asks_for_them(tmp_path):
-    with pytest.raises(ConfigError, match=r"run does not know the images it was trained with\. Give them with --data"):
+    with pytest.raises(ConfigError, match=r"run does not say what images it was trained on\. Give them with --data\."):
         find_samples(write_run(tmp_path / "run"), None, calibration_images=5, seed=0)
