@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_SECONDS = 10.0  # without a terminal, a progress line at most this often
+BUSY = 1.1  # wall time over processor time of one thread: beyond this, other work took the core
 
 
 class Terminal:
@@ -217,8 +218,24 @@ def count_text(count: float) -> str:
 
 
 def ms_text(seconds: float) -> str:
-    """Return a latency as a person reads it: '4.72 ms'."""
-    return f"{1000 * seconds:.3g} ms"
+    """Return a latency as a person reads it: '4.72 ms', '1,234 ms'."""
+    return f"{ms_number(seconds)} ms"
+
+
+def ms_number(seconds: float) -> str:
+    """Return the milliseconds of `ms_text` for a column that says so at its head."""
+    ms = 1000 * seconds
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}"  # beyond that .3g turns to exponents
+
+
+def busy_text(waited: float | None) -> str | None:
+    """Return what to say of milliseconds while other work took the core; None where none did, or nothing is known.
+
+    waited: wall time over processor time of one thread.
+    """
+    if waited is None or waited <= BUSY:
+        return None
+    return f"other work had the core for {1 - 1 / waited:.0%} of the time: trust the ratios, not the milliseconds."
 
 
 def duration_text(seconds: float) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dsimg import cli, models
 from dsimg.channels import Unit
+from dsimg.console import ms_text
 from dsimg.cutting import (
     BATCHNORM_IMAGES,
     CALIBRATION_IMAGES,
@@ -123,8 +124,8 @@ class Cutter:
         source = self.sessions().seconds(("source",), int8=(precision == "int8",))[f"source {precision}"]
         if seconds >= source:
             raise ConfigError(
-                f"--target_latency is {1000 * seconds:g} ms, and the source takes {1000 * source:.2f} ms here already "
-                f"({serving_of(self.config)}). Give less, or serve the source."
+                f"--target_latency is {self.config.target_latency}, and the source takes {ms_text(source)} here "
+                f"already ({serving_of(self.config)}). Give less, or serve the source."
             )
         return seconds / source
 

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from dsimg import data, losses, models
 from dsimg.channels import Indices, Unit
+from dsimg.console import ms_text
 from dsimg.graph import Found
 from dsimg.importance import scores
 from dsimg.plan import TrainPlan
@@ -134,8 +135,9 @@ class Sessions:
         self.add("candidate", model)
         times = self.seconds(("source", "candidate"), int8=(self.serving.int8,))
         precision = "int8" if self.serving.int8 else "fp32"
-        share = times[f"candidate {precision}"] / times[f"source {precision}"]
-        self._say(f"measured: {1000 * times[f'candidate {precision}']:.2f} ms, {share:.3f} of the source's")
+        seconds = times[f"candidate {precision}"]
+        share = seconds / times[f"source {precision}"]
+        self._say(f"measured: {ms_text(seconds)}, {share:.3f} of the source's")
         return share
 
 

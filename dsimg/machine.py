@@ -17,7 +17,6 @@ GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
 VNNI_FLAGS = frozenset(("avx512_vnni", "avx_vnni", "amx_int8"))
-BUSY = 1.1  # wall time over processor time of one thread: beyond this, other work took the core
 
 
 def all_cores() -> int:
@@ -72,7 +71,7 @@ def int8_is_exact() -> bool:
     given = given_instruction_set()
     if given is not None:
         return given != "avx2"
-    if platform.machine().lower() in ("arm64", "aarch64"):
+    if is_arm():
         return True
     try:
         text = CPUINFO.read_text()
@@ -80,6 +79,11 @@ def int8_is_exact() -> bool:
         return False
     flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
     return not VNNI_FLAGS.isdisjoint(flags)
+
+
+def is_arm() -> bool:
+    """Tell whether this is a 64-bit ARM processor."""
+    return platform.machine().lower() in ("arm64", "aarch64")
 
 
 def processor_name() -> str:

@@ -138,6 +138,11 @@ def accuracy_text(share: Mapping[str, Any]) -> str:
     return f"{share['value']:.2%}  (95 % interval {low:.2%} to {high:.2%})"
 
 
+def points_text(share: float) -> str:
+    """Return a difference of accuracies in words: '1 point', '0.5 points'."""
+    return f"{100 * share:g} point{'s' * (share != 0.01)}"
+
+
 def compared_text(test: Mapping[str, Any] | None) -> str:
     """Return McNemar's test in words: the difference, its interval and how sure it is; None is no test."""
     if test is None:

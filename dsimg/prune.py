@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsimg import cli, loop, models
-from dsimg.console import count_text
+from dsimg.console import count_text, ms_text
 from dsimg.cutter import (
     CUT,
     REPORT,
@@ -228,7 +228,7 @@ def _target_rows(config: PruneConfig) -> list[tuple[str, str]]:
         target = f"{config.target_params:g} of the source's parameters"
     else:
         value, seconds = latency_goal(str(config.target_latency))
-        goal = f"{1000 * value:g} ms" if seconds else f"{value:g} of the source's latency"
+        goal = ms_text(value) if seconds else f"{value:g} of the source's latency"
         target = f"{goal}, measured on ONNX Runtime here: {serving_of(config)}"
     cuts = (
         ""
@@ -318,7 +318,7 @@ def _latency_rows(latency: Mapping[str, Any], *, served_as: str, goal: float | N
     share = seconds[f"pruned {served_as}"] / seconds[f"source {served_as}"]
     for precision in ("fp32", "int8"):
         source, pruned = seconds[f"source {precision}"], seconds[f"pruned {precision}"]
-        text = f"{1000 * source:.2f} -> {1000 * pruned:.2f} ms in {precision}, {source / pruned:.2f}x as fast"
+        text = f"{ms_text(source)} -> {ms_text(pruned)} in {precision}, {source / pruned:.2f}x as fast"
         rows.append(("latency" if precision == "fp32" else "", text))
     if goal is not None and abs(share - goal) > TOLERANCE * goal:
         rows.append(("", f"! measured again, {share:.3f} of the source's in {served_as}, not {goal:.3f}"))

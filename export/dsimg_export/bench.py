@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 import dsimg
 from dsimg import cli
-from dsimg.console import bytes_text
+from dsimg.console import busy_text, bytes_text, ms_number
 from dsimg.errors import ConfigError
-from dsimg.machine import BUSY, all_cores, int8_is_exact, processor_name
+from dsimg.machine import all_cores, int8_is_exact, processor_name
 from dsimg.run import Run, make_folder, sha256, write_json
 from dsimg.runtime import Provider
 from dsimg_export.footprint import footprint
@@ -41,7 +41,7 @@ class BenchConfig:
     provider: Provider = "cpu"
     """Where ONNX Runtime runs the files: cpu, cuda, tensorrt; one that is not there is an error."""
     seconds: float = 2.0
-    """How long each run is measured, at each number of threads and images."""
+    """How long each run is measured, at each number of threads and images, with the calls that do not count."""
     out: Path | None = None
     """A folder for bench.json and bench.png. Default: only the table."""
 
@@ -124,9 +124,9 @@ def _measure(served: Mapping[str, Served], config: BenchConfig, threads: int) ->
 def rows_of(times: Mapping[str, Times], *, threads: int, batch: int) -> list[dict[str, Any]]:
     """Return the figures of runs that were measured in turn, one dict each.
 
-    p50_ms, p99_ms: of a call; images_per_second: over all calls, one after the other; speedup: how many times as fast
-    as the first run, the ratio of the medians; interval: 95 % of it; waited: wall time over processor time, where one
-    thread does all the work.
+    calls, and all that follows: of those that count (`in_turn`). p50_ms, p99_ms: of a call; images_per_second: one call
+    after the other; speedup: how many times as fast as the first run, the ratio of the medians; interval: 95 % of it;
+    waited: wall time over processor time, where one thread does all the work.
     """
     first = next(iter(times.values())).wall
     rows = []
@@ -229,7 +229,7 @@ def _show(report: Mapping[str, Any]) -> None:
     rows = []
     for row in report["measurements"]:
         cells = [str(row["threads"]), str(row["batch_size"]), row["run"]]
-        cells += [f"{row['p50_ms']:.3g}", f"{row['p99_ms']:.3g}", f"{row['images_per_second']:.4g}"]
+        cells += [*(ms_number(row[key] / 1000) for key in ("p50_ms", "p99_ms")), f"{row['images_per_second']:.4g}"]
         if several:
             first = row["run"] == report["runs"][0]["run"]
             low, high = row["interval"]
@@ -242,18 +242,17 @@ def _show(report: Mapping[str, Any]) -> None:
             (
                 run["run"],
                 bytes_text(run["bytes"]),
-                f"{1000 * run['load_seconds']:.3g}",
+                ms_number(run["load_seconds"]),
                 bytes_text(run["loaded_bytes"]),
                 "not known here" if run["peak_bytes"] is None else bytes_text(run["peak_bytes"]),
             )
             for run in report["runs"]
         ],
     )
-    busiest = max((row["waited"] for row in report["measurements"] if row["waited"] is not None), default=1.0)
-    if busiest > BUSY and report["provider"] == "cpu":
-        terminal.warn(
-            f"other work had the core for {1 - 1 / busiest:.0%} of the time: trust the ratios, not the milliseconds."
-        )
+    busiest = max((row["waited"] for row in report["measurements"] if row["waited"] is not None), default=None)
+    busy = busy_text(busiest)
+    if busy is not None and report["provider"] == "cpu":
+        terminal.warn(busy)
 
 
 def _picture(path: Path, report: Mapping[str, Any]) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dsimg.console import bytes_text, count_text
-from dsimg.machine import BUSY
+from dsimg.console import busy_text, bytes_text, count_text, ms_number, ms_text
 
 STYLE = """
 :root { color-scheme: light dark; --back: #f6f6f4; --card: #fff; --line: #e2e2dd; --text: #1d2025; --faint: #676c75;
@@ -113,7 +112,7 @@ def _tiles(winner: Mapping[str, Any], source: Mapping[str, Any]) -> str:
     found = [
         ("Top-1", f"{winner['top1']:.2%}", f"{100 * low:.1f} to {high:.1%} (95 %)"),
         ("against the source", f"{100 * winner['difference']:+.2f} points", f"which has {source['top1']:.2%}"),
-        ("latency", f"{winner['p50_ms']:.3g} ms", f"source {source['p50_ms']:.3g} ms"),
+        ("latency", ms_text(winner["p50_ms"] / 1000), f"source {ms_text(source['p50_ms'] / 1000)}"),
         ("speed", f"{winner['speedup']:.2f}x", f"{slow:.2f} to {fast:.2f}x (95 %)"),
         ("file", bytes_text(winner["bytes"]), f"source {bytes_text(source['bytes'])}"),
     ]
@@ -184,7 +183,7 @@ def _point(number: int, row: Mapping[str, Any], at: float, y: Callable[[float], 
         else f'<rect class="int8" x="{at - 4:.1f}" y="{here - 4:.1f}" width="8" height="8"/>'
     )
     ring = f'<circle class="ring" cx="{at:.1f}" cy="{here:.1f}" r="10"/>' if row["winner"] else ""
-    name = f"{row['name']}: {row['top1']:.2%}, {row['p50_ms']:.3g} ms"
+    name = f"{row['name']}: {row['top1']:.2%}, {ms_text(row['p50_ms'] / 1000)}"
     return (
         f"<g><title>{escape(name)}</title>"
         f'<line class="{precision}" x1="{at:.1f}" x2="{at:.1f}" y1="{y(low):.1f}" y2="{y(high):.1f}" opacity="0.45"/>'
@@ -225,7 +224,7 @@ def _candidate(number: int, row: Mapping[str, Any]) -> str:
         f'<td class="name">{escape(row["name"]).replace("_", "_<wbr>")}{tag}<small class="second">{size}</small></td>',
         _cell(f"{row['top1']:.2%}", f"{low:.1%} to {high:.1%}"),
         _cell(f"{100 * row['difference']:+.2f}", chance),
-        _cell(f"{row['p50_ms']:.3g}", f"p99 {row['p99_ms']:.3g}"),
+        _cell(ms_number(row["p50_ms"] / 1000), f"p99 {ms_number(row['p99_ms'] / 1000)}"),
         _cell(f"{row['speedup']:.2f}x", f"{slow:.2f} to {fast:.2f}"),
         f'<td class="number second">{bytes_text(row["bytes"])}</td>',
     ]
@@ -253,15 +252,13 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> str:
 def _measured(report: Mapping[str, Any]) -> str:
     on = report["measured_on"]
     machine = on["machine"]
-    busy = ""
-    if on["waited"] is not None and on["waited"] > BUSY:
-        share = f"{1 - 1 / on['waited']:.0%}"
-        busy = f" Other work had the core for {share} of the time: trust the ratios, not the milliseconds."
+    busy = busy_text(on["waited"])
+    more = "" if busy is None else f" {_sentence(busy)}"
     return (
         f"Latencies: median of a run with {on['batch_size']} image{'s' * (on['batch_size'] > 1)} on {on['threads']} "
         f"thread{'s' * (on['threads'] > 1)}, all files in turn in one measurement, on {machine['processor']}; ONNX "
         f"Runtime {on['onnxruntime']}, {on['provider']}. Speed: times as fast as the source in fp32. Points: against "
-        f"the source on the same images; p is McNemar's. dsimg {report['dsimg']}.{busy}"
+        f"the source on the same images; p is McNemar's. dsimg {report['dsimg']}.{more}"
     )
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 import dsimg
+from dsimg.console import ms_number, ms_text
 from dsimg.evaluation import read_predictions
-from dsimg.metrics import mcnemar
+from dsimg.metrics import mcnemar, points_text
 from dsimg.run import read_json, write_atomically, write_json
 from dsimg_export.page import page
 from dsimg_export.search_space import WORTH, Candidate, Probed, pareto, seconds_of
@@ -108,7 +109,7 @@ def shown_rows(report: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
                 f"{row['top1']:.2%}",
                 f"{100 * low:.1f} to {100 * high:.1f}",
                 "source" if row["source"] else f"{100 * row['difference']:+.2f}",
-                f"{row['p50_ms']:.3g}",
+                ms_number(row["p50_ms"] / 1000),
                 f"{row['speedup']:.2f}x",
             )
         )
@@ -123,11 +124,6 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
         from dsimg_export.plots import draw_search
 
         draw_search(folder / "report.png", report)
-
-
-def points(share: float) -> str:
-    """Return a difference of accuracies in words: '1 point', '0.5 points'."""
-    return f"{100 * share:g} point{'s' * (share != 0.01)}"
 
 
 def _identity(one: Candidate, probed: Mapping[tuple[str, float], Probed]) -> dict[str, Any]:
@@ -162,7 +158,7 @@ def _conclusion(
     if winner is not None:
         if winner["source"]:
             return (
-                f"nothing that is within {points(max_drop)} of the source is {1 - WORTH:.0%} faster than it: "
+                f"nothing that is within {points_text(max_drop)} of the source is {1 - WORTH:.0%} faster than it: "
                 "serve it as it is."
             )
         faster = min((row for row in rows if row["good_enough"]), key=lambda row: row["p50_ms"])
@@ -172,12 +168,13 @@ def _conclusion(
             else f"as fast as {faster['name']}, by less than {1 - WORTH:.0%}, and the best"
         )
         return (
-            f"{winner['name']} is {which} within {points(max_drop)} of the source: {winner['top1']:.2%}, "
-            f"{100 * winner['difference']:+.2f} points, {winner['p50_ms']:.3g} ms, {winner['speedup']:.2f}x as fast."
+            f"{winner['name']} is {which} within {points_text(max_drop)} of the source: {winner['top1']:.2%}, "
+            f"{100 * winner['difference']:+.2f} points, {ms_text(winner['p50_ms'] / 1000)}, "
+            f"{winner['speedup']:.2f}x as fast."
         )
     assert limit is not None  # the source is within any drop of itself
     near = [
-        f"{row['name']} {said} ({row['p50_ms']:.3g} ms, {100 * row['difference']:+.2f} points)"
+        f"{row['name']} {said} ({ms_text(row['p50_ms'] / 1000)}, {100 * row['difference']:+.2f} points)"
         for row, said in (
             (min((row for row in rows if row["good_enough"]), key=lambda row: row["p50_ms"]), "is good enough"),
             (
@@ -188,6 +185,7 @@ def _conclusion(
         if row is not None
     ]
     return (
-        f"nothing that was tried is within {points(max_drop)} of the source and takes at most {limit:.3g} ms; "
-        f"nearest: {'; '.join(near)}. Give more --epochs, other --students or --ratios, or ask for less."
+        f"nothing that was tried is within {points_text(max_drop)} of the source and takes at most "
+        f"{ms_text(limit / 1000)}; nearest: {'; '.join(near)}. Give more --epochs, other --students or --ratios, or "
+        "ask for less."
     )

@@ -30,6 +30,7 @@ MIN_REPEATS = 10
 # Before each call that counts: what ran since has put its own weights into the caches, which nothing does to a session
 # that is served alone. Among 24 files a small int8 network took 1.5 times as long without this (docs/log.md).
 UNCOUNTED = 2
+SHORT = 0.1  # seconds: in a longer call filling the caches hardly shows
 
 # What the optimised graph calls its convolutions and matrix products.
 INT8_OPS = frozenset(
@@ -39,7 +40,7 @@ INT8_OPS = frozenset(
     )
 )
 FLOAT_OPS = frozenset(("Conv", "FusedConv", "NhwcFusedConv", "Gemm", "FusedGemm", "MatMul", "FusedMatMul"))
-INT8_MARKS = ("Quantize", "Integer", "QLinear", "QGemm")  # in the names of operators that take or give 8 bits
+INT8_MARKS = ("quantize", "integer", "qlinear", "qgemm")  # in the names of operators that take or give 8 bits
 ERRORS_ONLY = 3  # ONNX Runtime's log level
 
 
@@ -123,20 +124,23 @@ def in_turn(steps: Mapping[str, Callable[[], object]], *, seconds: float) -> dic
 
     What else the machine does meets them alike, so that their ratios hold even where the figures drift. Each round has
     another order: a fixed one falls into step with the scheduler of a busy machine, which then interrupts always the
-    same. Where there are several, each runs UNCOUNTED times before it counts.
+    same. Where there are several, each runs UNCOUNTED times before it counts, if it is SHORT; `seconds` are over all.
     """
-    uncounted = UNCOUNTED if len(steps) > 1 else 0
     random = np.random.default_rng(0)
     wall: dict[str, list[float]] = {name: [] for name in steps}
     cpu: dict[str, list[float]] = {name: [] for name in steps}
+    fastest = dict.fromkeys(steps, float("inf"))
     for _ in range(WARM_UP_ROUNDS):
-        for step in steps.values():
+        for name, step in steps.items():
+            start = time.perf_counter()
             step()
+            fastest[name] = min(fastest[name], time.perf_counter() - start)
+    uncounted = {name: UNCOUNTED if len(steps) > 1 and fastest[name] < SHORT else 0 for name in steps}
     rounds = 0
     end = time.perf_counter() + seconds * len(steps)
     while rounds < MIN_REPEATS or time.perf_counter() < end:
         for name in random.permutation(list(steps)).tolist():
-            for _ in range(uncounted):
+            for _ in range(uncounted[name]):
                 steps[name]()
             start, cpu_start = time.perf_counter(), time.thread_time()
             steps[name]()
@@ -198,9 +202,9 @@ def _options(threads: int, without: Sequence[str] = ()) -> onnxruntime.SessionOp
 
 
 def precision_of(model: onnx.ModelProto) -> Precision:
-    """Return what an ONNX model computes in: int8 where any of its operators quantizes, fp16 where it has weights in
-    half precision, of either kind."""
-    if any(mark in node.op_type for node in model.graph.node for mark in INT8_MARKS):
+    """Return what an ONNX model computes in: int8 where any of its operators takes or gives 8 bits, if only as weights;
+    fp16 where it has weights in half precision, of either kind."""
+    if any(mark in node.op_type.lower() for node in model.graph.node for mark in INT8_MARKS):
         return "int8"
     half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     return "fp16" if any(tensor.data_type in half for tensor in model.graph.initializer) else "fp32"

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsimg.console import ms_text
 from dsimg.errors import ConfigError
+from dsimg.metrics import points_text
 from dsimg.recipe import latency_goal
-from dsimg_export.report import points
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +84,9 @@ def target_of(config: CompressConfig, source_seconds: float) -> float | None:
 
 def wanted_text(config: CompressConfig) -> str:
     """Return in words what is looked for."""
-    wanted = f"the fastest that loses at most {points(config.max_drop)} of Top-1"
+    wanted = f"the fastest that loses at most {points_text(config.max_drop)} of Top-1"
     if config.target_latency is None:
         return wanted
     value, is_seconds = latency_goal(str(config.target_latency))
-    target = f"{1000 * value:g} ms" if is_seconds else f"{value:g} of the source's latency"
+    target = ms_text(value) if is_seconds else f"{value:g} of the source's latency"
     return f"{wanted}, and takes at most {target}"

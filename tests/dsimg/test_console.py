@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dsimg.console import Chatter, Terminal, bytes_text, count_text, duration_text
+from dsimg.console import Chatter, Terminal, busy_text, bytes_text, count_text, duration_text, ms_text
 from tests.conftest import ROOT
 
 
@@ -76,7 +76,21 @@ def test_numbers_are_written_for_people() -> None:
         "25.56 M",
         "4.11 G",
     ]
+    assert [ms_text(s) for s in (5.12e-5, 0.00472, 0.0125, 0.9994, 0.9996, 1.2345, 12.5)] == [
+        "0.0512 ms",
+        "4.72 ms",
+        "12.5 ms",
+        "999 ms",
+        "1,000 ms",
+        "1,234 ms",
+        "12,500 ms",
+    ]
     assert [duration_text(s) for s in (5, 65, 7384)] == ["0:05", "1:05", "2:03:04"]
+
+
+def test_other_work_is_said_where_it_shows() -> None:
+    assert [busy_text(waited) for waited in (None, 0.98, 1.1)] == [None] * 3
+    assert busy_text(1.25) == ("other work had the core for 20% of the time: trust the ratios, not the milliseconds.")
 
 
 def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:

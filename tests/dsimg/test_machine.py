@@ -91,10 +91,13 @@ def test_the_override_counts_more_than_the_processor(cpuinfo: Path, monkeypatch:
 def test_where_the_processor_says_nothing_7_bits_are_right_but_on_arm(
     cpuinfo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not machine.is_arm()
     assert not machine.int8_is_exact()
     assert machine.processor_name() == "x86_64"
-    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
-    assert machine.int8_is_exact()
+    for name in ("aarch64", "ARM64"):
+        monkeypatch.setattr(machine.platform, "machine", lambda name=name: name)
+        assert machine.is_arm()
+        assert machine.int8_is_exact()
 
 
 def test_a_processor_is_called_what_it_calls_itself(cpuinfo: Path) -> None:

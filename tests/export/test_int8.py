@@ -1,7 +1,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from dsimg.errors import ModelError
 from dsimg.preprocess import Preprocess
@@ -18,7 +18,7 @@ from dsimg_export.int8 import (
     write_static,
 )
 from dsimg_export.onnx_file import describe, take_pixels, to_half
-from dsimg_export.session import Int8Share, int8_share, open_session, operators_run
+from dsimg_export.session import Int8Share, int8_share, open_session, operators_run, precision_of
 from tests.export.files import INPUT_SIZE, noise, weights_of, write_network
 
 
@@ -164,3 +164,24 @@ def test_what_is_not_fp32_is_refused(tmp_path):
     onnx.save(to_half(onnx.load(source)), tmp_path / "fp16.onnx")
     with pytest.raises(ModelError, match=r"fp16\.onnx is in half precision\. Export the run again with --dtype fp32"):
         check_is_fp32(tmp_path / "fp16.onnx")
+
+
+def test_a_file_with_only_its_weights_in_int8_is_no_fp32(tmp_path):
+    nodes = [
+        helper.make_node("DequantizeLinear", ["weights", "scale"], ["w"]),
+        helper.make_node("MatMul", ["images", "w"], ["logits"]),
+    ]
+    values = {"weights": np.ones((4, 3), np.int8), "scale": np.float32(0.1)}
+    graph = helper.make_graph(
+        nodes,
+        "network",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 3])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, tmp_path / "weights.onnx")
+    assert precision_of(model) == "int8"
+    with pytest.raises(ModelError, match=r"weights\.onnx is in int8 already"):
+        check_is_fp32(tmp_path / "weights.onnx")

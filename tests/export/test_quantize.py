@@ -312,7 +312,7 @@ def test_the_report_and_the_predictions_are_those_of_the_file_that_runs_here(qua
 
 @pytest.mark.parametrize(("machine", "expected"), [("x86_64", "uint8"), ("aarch64", "int8")])
 def test_activations_are_of_the_type_that_is_fast_on_this_machine(source, tmp_path, monkeypatch, machine, expected):
-    monkeypatch.setattr("dsimg_export.int8.platform.machine", lambda: machine)
+    monkeypatch.setattr("dsimg.machine.platform.machine", lambda: machine)
     config = QuantizeConfig(source=source.path, out=tmp_path / "run", method="minmax", max_drop=0.5, threads=1)
     run = quantize(config)
     assert not depends_on_batch(run)

@@ -87,6 +87,16 @@ def test_a_call_is_counted_once_the_caches_are_its_own_again():
     assert all(float(np.median(times.wall)) < 0.01 for times in found.values())
 
 
+def test_a_call_that_is_not_short_counts_each_time(monkeypatch):
+    monkeypatch.setattr(session, "SHORT", 0.004)
+    calls = []
+    steps = {"short": lambda: calls.append("short"), "long": lambda: (calls.append("long"), time.sleep(0.005))}
+    found = session.in_turn(steps, seconds=0)
+    assert calls.count("short") == session.WARM_UP_ROUNDS + (session.UNCOUNTED + 1) * session.MIN_REPEATS
+    assert calls.count("long") == session.WARM_UP_ROUNDS + session.MIN_REPEATS
+    assert all(len(times.wall) == session.MIN_REPEATS for times in found.values())
+
+
 def test_what_is_measured_alone_counts_every_call():
     calls = []
     session.in_turn({"a": lambda: calls.append("a")}, seconds=0)
