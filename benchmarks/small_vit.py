@@ -1,6 +1,7 @@
 """A ViT small enough to be trained on CIFAR-10 in minutes, for benchmarks/quantize.py.
 
-dsimg train --model benchmarks.small_vit:small_vit --data DIR --image_size 32 --optimizer adamw --augment light --out RUN
+dsimg train --model benchmarks.small_vit:small_vit --data DIR --image_size 32 --optimizer adamw --augment light \\
+    --out RUN
 """
 
 from torch import nn

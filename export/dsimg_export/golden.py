@@ -118,11 +118,11 @@ def record(
         views=views,
         logits={role: logits_of(open_session(path), views.pixels, preprocess) for role, path in files.items()},
         classes=tuple(classes),
-        made_by=machine(),
+        made_by=made_on(),
     )
 
 
-def machine(provider: Provider = "cpu") -> dict[str, Any]:
+def made_on(provider: Provider = "cpu") -> dict[str, Any]:
     """Return what the figures of a session depend on besides its file."""
     return {
         "dsimg": dsimg.__version__,

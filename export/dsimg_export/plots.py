@@ -1,4 +1,5 @@
-"""Pictures as PNG: of a bench, of a search. matplotlib, which hosts that serve need not have, is loaded here alone."""
+"""Pictures as PNG: of a bench, of a search. On this side matplotlib, which hosts that serve need not have, is loaded
+here alone; on torch's, `scan` loads it too."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -20,7 +20,7 @@ from dsimg.preprocess import Preprocess
 from dsimg.run import ROLES, Run, write_json
 from dsimg_export.choosing import Choice, Chooser, role_of_this_machine
 from dsimg_export.comparison import Comparison
-from dsimg_export.golden import machine, read_golden, record
+from dsimg_export.golden import made_on, read_golden, record
 from dsimg_export.int8 import check_is_fp32, default_ops, is_transformer
 from dsimg_export.kernels import products, seconds_by_operator
 from dsimg_export.measuring import measured_on
@@ -181,7 +181,7 @@ def _quantize(config: QuantizeConfig, plan: _Plan, out: Run) -> None:
         "calibration_images": len(used),
         "role": role,
         "bytes": sizes,
-        "machine": machine(),
+        "machine": made_on(),
         **comparison.as_dict(),
         "reduced": {"top1": measured["reduced"].report["top1"]},
     }

@@ -33,7 +33,7 @@ from dsimg_export.golden import (
     compare_orientation,
     compare_resizing,
     decoded_here,
-    machine,
+    made_on,
     read_golden,
 )
 from dsimg_export.measuring import evaluate_session
@@ -204,9 +204,9 @@ class _Verification:
             why = "; 7-bit weights, because int8 sums saturate on this processor"
         elif self.precision == "int8" and provider == "cpu" and not int8_is_exact():
             why = "; int8 sums saturate on this processor, and the run has no file with 7-bit weights"
-        if provider == "cpu" and self._signed and machine()["processor"].lower() in X86:
+        if provider == "cpu" and self._signed and made_on()["processor"].lower() in X86:
             why += "; activations are signed, as for ARM, and slow on x86: quantize the export on such a machine"
-        return f"{served.path.name} in {self.precision} on {provider}, onnxruntime {machine()['onnxruntime']}{why}"
+        return f"{served.path.name} in {self.precision} on {provider}, onnxruntime {made_on()['onnxruntime']}{why}"
 
     def operators(self) -> str:
         """Say what the session runs, which the file alone does not tell."""
@@ -222,13 +222,13 @@ class _Verification:
 
     def decode(self) -> str:
         """Decode the golden images."""
-        made_by, here = self.golden.made_by, machine()
+        made_by, here = self.golden.made_by, made_on()
         text = f"{len(self.pictures)} images, {bytes_text(sum(map(len, self.golden.encoded)))}"
         return text + _versions((("pillow", made_by.get("pillow"), here["pillow"]),))
 
     def model(self) -> str:
         """Compare the network's logits on the recorded pixels."""
-        golden, made_by, here = self.golden, self.golden.made_by, machine(self.config.provider)
+        golden, made_by, here = self.golden, self.golden.made_by, made_on(self.config.provider)
         differing = _versions(tuple((key, made_by.get(key), here[key]) for key in here if key != "pillow"))
         role, served = self.role, self.served
         if self.precision == "int8" and role == "model" and made_by.get("int8") == "saturating" != here["int8"]:

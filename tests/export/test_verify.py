@@ -239,7 +239,7 @@ def test_the_twin_for_the_processor_is_verified(tmp_path, monkeypatch):
 
 
 def test_on_a_gpu_the_processor_says_nothing_of_the_file():
-    assert golden.machine("cuda")["int8"] == "exact"
+    assert golden.made_on("cuda")["int8"] == "exact"
 
 
 @pytest.mark.parametrize(("processor", "told"), [("x86_64", True), ("aarch64", False)])
