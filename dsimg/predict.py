@@ -1,11 +1,13 @@
 """Say what is on images: the best classes of each, with their probabilities.
 
 dsimg predict --source RUN photo.jpg more_photos/
+dsimg predict --source RUN a_million_photos/ --out predictions.csv
 
 A run with an ONNX file is asked through ONNX Runtime, on a host that may have no torch.
 """
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,9 @@ from dsimg import cli, metrics
 from dsimg.errors import ConfigError, DataError
 from dsimg.folder import images_below, shown
 from dsimg.machine import all_cores
+from dsimg.prediction_table import PredictionTable, check_table, is_finished
 from dsimg.preprocess import Preprocess
-from dsimg.run import Run
+from dsimg.run import Run, sha256
 from dsimg.runtime import Provider, choose_runtime
 from dsimg_export.measuring import Answer
 from dsimg_export.reading import read_batches
@@ -42,6 +45,11 @@ class PredictConfig:
     json: bool = False
     """Print a JSON object a line for each image instead of a table, as soon as it is known: file and classes, or file
     and error."""
+    out: Path | None = None
+    """Write a table instead, predictions.csv or .parquet: a row a file, in their order, with the reason where a file
+    cannot be read. The same command goes on with one that was stopped."""
+    overwrite: bool = False
+    """Replace the table that is in --out."""
     threads: int | None = None
     """Threads of ONNX Runtime's session. Default: one a core."""
     provider: Provider = "cpu"
@@ -54,6 +62,10 @@ class PredictConfig:
             raise ConfigError(f"--top is {self.top}; it must be at least 1.")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"--threads is {self.threads}; it must be at least 1.")
+        if self.out is not None:
+            if self.json:
+                raise ConfigError("--json prints, and --out writes a table; give one of them.")
+            check_table(self.out)
 
 
 @dataclass(frozen=True)
@@ -72,10 +84,19 @@ class Prediction:
 
 
 def predict(config: PredictConfig) -> list[Prediction]:
-    """Say what is on images. A file that cannot be read is named, and the others go on; then the exit code is 2."""
+    """Say what is on images. A file that cannot be read is named, and the others go on; then the exit code is 2.
+
+    With --out the table says which files those are, nothing is returned, and the exit code is 0.
+    """
     run = Run.open(config.source)
+    if config.out is not None and not config.overwrite and is_finished(config.out):
+        cli.context().terminal.say(f"{config.out} is there, whole: nothing to do. --overwrite makes it again.")
+        return []
     files = [file for given in config.images for file in (images_below(given) if given.is_dir() else [given])]
     answer = _answer(run, config)
+    if config.out is not None:
+        _write_table(config.out, answer, files, run=run, config=config)
+        return []
     terminal = cli.context().terminal
     found: list[Prediction] = []
     for one in predictions(answer, files, run=run, top=config.top):
@@ -97,6 +118,39 @@ def predict(config: PredictConfig) -> list[Prediction]:
     if failed:
         raise DataError(f"{len(failed)} of {len(found)} files gave no prediction: see above, and mend or leave them.")
     return found
+
+
+def _write_table(out: Path, answer: Answer, files: Sequence[Path], *, run: Run, config: PredictConfig) -> None:
+    """Write what is said of files as a table, from where an earlier start left it. Raises RunError."""
+    terminal = cli.context().terminal
+    if config.overwrite and is_finished(out):
+        out.unlink()
+    asked = {"source": sha256(run.path / "run.json"), "provider": config.provider}
+    bad, begun = 0, time.monotonic()
+    with PredictionTable(out, files, asked=asked, top=min(config.top, len(run.model["classes"]))) as table:
+        first = table.rows
+        if first:
+            terminal.say(f"{first:,} rows of {out} are there; going on")
+        for one in predictions(answer, files[first:], run=run, top=table.top):
+            table.add(one.file, one.classes, one.error)
+            bad += one.error is not None
+            if table.rows % BATCH == 0 or table.rows == len(files):
+                terminal.progress(_progress_text(table.rows, len(files), (table.rows - first), begun))
+        table.finish()
+    terminal.stop_live()
+    now, seconds = len(files) - first, time.monotonic() - begun
+    rows = [
+        ("files", f"{len(files):,}, {now:,} of them now, at {now / seconds:,.0f} a second"),
+        ("unreadable", f"{bad:,}: see the column `error`" if bad else "none"),
+        ("table", str(out)),
+    ]
+    terminal.table("predictions", rows)
+
+
+def _progress_text(done: int, total: int, now: int, begun: float) -> str:
+    rate = now / max(time.monotonic() - begun, 1e-9)
+    left = round((total - done) / rate) if rate else 0
+    return f"{done:,} of {total:,} images  {done / total:.0%}  {rate:,.0f} images/s  ETA {left // 60}:{left % 60:02}"
 
 
 def predictions(answer: Answer, files: Sequence[Path], *, run: Run, top: int) -> Iterator[Prediction]:

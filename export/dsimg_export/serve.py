@@ -85,7 +85,7 @@ class ServeConfig:
     """Watch the runs: one that is made anew, or a link that points to another, is verified and takes the old one's
     place without a lost request; or is refused, and the old one goes on."""
     access_log: bool = False
-    """Write a JSON object a line for each request to stderr."""
+    """Write a JSON object a line for each request to standard output."""
     drain_seconds: float = 0.0
     """After SIGTERM: go on answering for so long while saying that it is not ready, so that a balancer looks away."""
     grace_seconds: float = 30.0
@@ -163,7 +163,15 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
         deadline=config.deadline_ms / 1000,
     )
     decoder = Decoder(config.decode_threads or all_cores(), max_pixels=config.max_pixels)
-    server = Server(models={}, decoder=decoder, limits=limits, keys=keys, access_log=config.access_log)
+    terminal = cli.context().terminal
+    server = Server(
+        models={},
+        decoder=decoder,
+        limits=limits,
+        keys=keys,
+        say=terminal.say,
+        access_log=terminal.data if config.access_log else None,
+    )
     for name, path in _named(config.source).items():
         server.models[name] = _load(config, server, name, path)
     decoder.seconds_per_image = next(iter(server.models.values())).decode_seconds()

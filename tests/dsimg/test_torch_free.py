@@ -20,6 +20,7 @@ FREE = [
     "evaluate",
     "pictures",
     "predict",
+    "prediction_table",
     "show",
     "machine",
     "runtime",

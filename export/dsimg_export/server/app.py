@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from starlette.routing import Route
 import dsimg
 from dsimg.errors import ImageError
 from dsimg.metrics import top_k
-from dsimg_export.server import protocol
+from dsimg_export.server import pages, protocol
 from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import check_key, read_body
@@ -40,7 +41,8 @@ SECURITY = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
 }
-OPEN = ("/v2/health/live", "/v2/health/ready")  # asked by orchestrators, which have no key
+# Asked by orchestrators, which have no key, and by browsers, whose page asks its reader for one.
+OPEN = ("/v2/health/live", "/v2/health/ready", *pages.PAGES)
 NUMPY = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
 
 
@@ -62,7 +64,8 @@ class Server:
     decoder: Decoder
     limits: Limits
     keys: tuple[bytes, ...] = ()
-    access_log: bool = False
+    say: Callable[[str], None] = print  # to whoever runs the server
+    access_log: Callable[[str], None] | None = None  # takes a line for each request
     telemetry: Telemetry = field(default_factory=Telemetry)
     loaded: bool = False
     draining: bool = False
@@ -114,6 +117,7 @@ def build_app(server: Server) -> Starlette:
             ("GET", f"{place}/stats", statistics),
             ("POST", f"{place}/infer", infer),
         ]
+    table += [("GET", path, pages.handler(*page)) for path, page in pages.PAGES.items()]
     routes = [Route(path, _answering(server, path, handler), methods=[method]) for method, path, handler in table]
     return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
 
@@ -135,23 +139,27 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
         except protocol.ProtocolError as error:
             response = refusal(HttpError(error.status, str(error), kind="request"))
             server.telemetry.errors.labels("request").inc()
+        except Exception:  # a bug: the client is told so, and whoever runs the server where
+            server.say(f"request {request_id}: a bug in dsimg, please report it\n{traceback.format_exc()}")
+            response = refusal(HttpError(500, f"a bug in the server; its log has it under {request_id}.", kind="bug"))
+            server.telemetry.errors.labels("bug").inc()
         seconds = time.monotonic() - began
         response.headers.update({**SECURITY, "x-request-id": request_id})
         if server.draining:
             response.headers["connection"] = "close"
         server.telemetry.requests.labels(route, response.status_code).inc()
         server.telemetry.seconds.labels(route).observe(seconds)
-        if server.access_log:
-            client = request.client.host if request.client else None
-            log_line(
+        if server.access_log is not None:
+            line = log_line(
                 id=request_id,
-                client=client,
+                client=request.client.host if request.client else None,
                 method=request.method,
                 path=request.url.path,
                 status=response.status_code,
                 ms=round(1000 * seconds, 2),
                 **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
             )
+            server.access_log(line)
         return response
 
     return endpoint

@@ -215,6 +215,7 @@ def _card(served: Served, *, name: str, version: str, provider: Provider) -> dic
     steps = [step.as_dict() for step in ancestry(served.run)]
     for step in steps:  # where things lie on this host is nobody's business
         step["path"] = Path(step["path"]).name
+        step["begun_from"] = None if step["begun_from"] is None else Path(step["begun_from"]).name
         step.pop("parents")
         if step["data"]:
             step["data"] = {**step["data"], "folder": Path(str(step["data"].get("folder", ""))).name}

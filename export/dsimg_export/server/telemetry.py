@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -68,7 +67,6 @@ def request_id_of(given: str | None, new: Callable[[], str]) -> str:
     return given if given and REQUEST_ID.fullmatch(given) else new()
 
 
-def log_line(**fields: object) -> None:
-    """Write one line of the access log to stderr. JSON escapes what would forge another."""
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    sys.stderr.write(json.dumps({"time": at, **fields}) + "\n")
+def log_line(**fields: object) -> str:
+    """Return one line of the access log. JSON escapes what would forge another."""
+    return json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **fields})

@@ -168,15 +168,15 @@ def test_a_run_made_anew_takes_the_old_one_s_place_and_no_request_is_lost(tmp_pa
     link.symlink_to(first)
     data = encoded_pictures()[1]
     with Process("--source", link, "--reload") as server:
-        ended, statuses, versions = threading.Event(), [], []
+        ended, statuses, versions = threading.Event(), [], [[] for _ in range(4)]
 
-        def client():
+        def client(seen):
             while not ended.is_set():
                 status, answer = server.ask("POST", "/predict", data)
                 statuses.append(status)
-                versions.append(answer["version"])
+                seen.append(answer["version"])
 
-        clients = [threading.Thread(target=client) for _ in range(4)]
+        clients = [threading.Thread(target=client, args=(seen,)) for seen in versions]
         for one in clients:
             one.start()
         time.sleep(0.5)
@@ -184,7 +184,7 @@ def test_a_run_made_anew_takes_the_old_one_s_place_and_no_request_is_lost(tmp_pa
         new_link.symlink_to(second)
         new_link.replace(link)
         deadline = time.monotonic() + 20
-        while len(set(versions)) < 2:
+        while any(len(set(seen)) < 2 for seen in versions):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.5)
@@ -192,7 +192,8 @@ def test_a_run_made_anew_takes_the_old_one_s_place_and_no_request_is_lost(tmp_pa
         for one in clients:
             one.join(20)
         assert set(statuses) == {200}
-        assert sorted(versions, key=versions.index) == versions  # never back to the old one
+        for seen in versions:
+            assert seen == sorted(seen, key=seen.index)  # no client is sent back to the old one
         code, rest = server.end()
         assert code == 0
         assert "serves in place of" in rest
@@ -216,3 +217,14 @@ def test_a_run_that_is_no_good_does_not_take_the_place(tmp_path):
         assert "mean" in lines[-1]
         assert server.ask("POST", "/predict", encoded_pictures()[1])[1] == before
         assert server.end()[0] == 0
+
+
+def test_the_access_log_is_json_that_no_request_can_forge(run):
+    with Process("--source", run, "--access_log") as server:
+        server.ask("POST", "/predict", encoded_pictures()[0])
+        server.ask("GET", "/a%0A%7B%22status%22:200%7D")
+        _, rest = server.end()
+        lines = [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
+        assert [line["status"] for line in lines] == [200]
+        assert lines[0]["path"] == "/predict"
+        assert lines[0]["infer_ms"] > 0

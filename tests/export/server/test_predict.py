@@ -213,3 +213,16 @@ def test_a_picture_in_any_mode_is_answered(live, mode):
         given = given.convert("L").point(lambda value: 256 * value, "I")
     given.convert(mode).save(stream, "TIFF")
     assert live.post("/predict", stream.getvalue()).status == 200
+
+
+def test_a_bug_is_a_500_in_json_that_tells_nothing_and_leaves_a_trace(live, monkeypatch):
+    said = []
+    monkeypatch.setattr(live.server, "say", said.append)
+    monkeypatch.setattr(live.server.models["digits"], "input_of", lambda data, **limits: 1 / 0)
+    answer = live.post("/predict", encoded_pictures()[0], x_request_id="r7")
+    assert answer.status == 500
+    assert "r7" in answer.json["error"]
+    assert "ZeroDivisionError" not in answer.json["error"]
+    assert "ZeroDivisionError" in said[0]
+    monkeypatch.undo()
+    assert live.post("/predict", encoded_pictures()[0]).status == 200
