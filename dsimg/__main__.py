@@ -21,6 +21,7 @@ STAGES = {
     ),
     "verify": ("dsimg_export.verify:verify", "prove that a run says on this machine what it said where it was made"),
     "serve": ("dsimg_export.serve:serve", "answer images over HTTP with exported runs, which are verified first"),
+    "deploy": ("dsimg_export.deploy:deploy", "write what Docker and Kubernetes, Triton, KServe or Ray need"),
     "bench": ("dsimg_export.bench:bench", "measure how fast exported runs are, all in turn, with intervals"),
     "predict": ("dsimg.predict:predict", "say what is on images: the best classes and their probabilities"),
     "show": ("dsimg.show:show", "tell how a run came about, from its file back to the training images"),

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import time
@@ -95,6 +96,16 @@ def test_a_call_that_is_not_short_counts_each_time(monkeypatch):
     assert calls.count("short") == session.WARM_UP_ROUNDS + (session.UNCOUNTED + 1) * session.MIN_REPEATS
     assert calls.count("long") == session.WARM_UP_ROUNDS + session.MIN_REPEATS
     assert all(len(times.wall) == session.MIN_REPEATS for times in found.values())
+
+
+def test_onnxruntime_keeps_no_record_of_the_user(tmp_path):
+    model = write_network(tmp_path / "model.onnx")
+    code = "import sys, pathlib; from dsimg_export.session import open_session; open_session(pathlib.Path(sys.argv[1]))"
+    places = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    command = [sys.executable, "-c", code, str(model)]
+    assert subprocess.run(command, env=environment | places, cwd=ROOT, timeout=60).returncode == 0
+    assert [entry.name for entry in tmp_path.rglob("*")] == ["model.onnx"]
 
 
 def test_what_is_measured_alone_counts_every_call():

@@ -124,6 +124,8 @@ class Batcher:
             raise RefusedError("this model is being unloaded", retry_after=1.0, kind="queue")
         if len(self._queue) + len(images) > self.max_queue and self._queue:
             raise RefusedError("Exceeds maximum queue size", retry_after=self.wait_for(0), kind="queue")
+        if now > deadline:
+            raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
         expected = self.wait_for(len(images))
         if now + expected > deadline:
             raise RefusedError(

@@ -150,6 +150,16 @@ def test_what_cannot_be_answered_in_time_is_refused_at_once():
     asyncio.run(body())
 
 
+def test_a_deadline_that_is_over_is_called_so():
+    async def body():
+        network = Network()
+        with pytest.raises(RefusedError, match="its deadline has passed"):
+            await Batcher(network, max_batch=1).submit(images(1), deadline=time.monotonic() - 1)
+        assert network.batches == []
+
+    asyncio.run(body())
+
+
 def test_a_deadline_that_passes_in_the_queue_costs_no_run():
     async def body():
         network = Network()
