@@ -273,7 +273,10 @@ async def _classify(
 
 
 def _admit(server: Server, model: Model, images: int, deadline: float) -> None:
-    """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them."""
+    """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them.
+
+    Where nothing else is in hand they are tried, for what they take may have changed.
+    """
     if not server.loaded:
         raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
     waiting = server.decoder.waiting
@@ -282,7 +285,7 @@ def _admit(server: Server, model: Model, images: int, deadline: float) -> None:
     # Decoding and the network run beside each other: the slower one sets the pace.
     slower = max(server.decoder.wait_for(images), model.batcher.wait_for(waiting + images))
     expected = slower + model.batcher.seconds_per_image
-    if time.monotonic() + expected > deadline:
+    if (waiting or model.batcher.busy) and time.monotonic() + expected > deadline:
         raise RefusedError(
             f"cannot be answered in time: about {expected:.2f} s are needed", kind="deadline", retry_after=expected
         )

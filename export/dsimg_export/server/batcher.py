@@ -19,8 +19,14 @@ from numpy.typing import NDArray
 from dsimg_export.server.errors import RefusedError
 
 Network = Callable[[NDArray[Any]], NDArray[np.float32]]
-# How much the last batch weighs in what an image is thought to take.
+# How much the last batch weighs in what an image is thought to take, and how many times as long it may seem.
 WEIGHT = 0.1
+MOST = 4.0
+
+
+def learn(expected: float, seconds: float) -> float:
+    """Return what an image is thought to take after one took so many seconds; a stall does not count for much."""
+    return expected + WEIGHT * (min(seconds, MOST * expected) - expected) if expected else seconds
 
 
 @dataclass(kw_only=True)
@@ -117,7 +123,7 @@ class Batcher:
         """Return the logits (N, C) of N images, each as the network takes one, before `deadline`, of `time.monotonic`.
 
         Raises RefusedError where the queue is full, the deadline cannot be met or has passed before they ran; and what
-        the network raises.
+        the network raises. Where nothing waits or runs they are tried: what a network takes is learnt in no other way.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         if self._closed:
@@ -127,7 +133,7 @@ class Batcher:
         if now > deadline:
             raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
         expected = self.wait_for(len(images))
-        if now + expected > deadline:
+        if self.busy and now + expected > deadline:
             raise RefusedError(
                 f"cannot be answered in time: about {expected:.2f} s are needed", retry_after=expected, kind="deadline"
             )
@@ -200,8 +206,7 @@ class Batcher:
     def _finish(self, batch: list[_Image], started: float, done: "asyncio.Future[Any]") -> None:
         self._running -= 1
         rows, seconds = done.result()
-        each = seconds / len(batch)
-        self.seconds_per_image += (WEIGHT if self.seconds_per_image else 1.0) * (each - self.seconds_per_image)
+        self.seconds_per_image = learn(self.seconds_per_image, seconds / len(batch))
         self._observe(len(batch), seconds)
         did = self.done
         did.last, did.images, did.batches = time.time(), did.images + len(batch), did.batches + 1

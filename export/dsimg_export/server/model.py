@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from dsimg.show import ancestry
 from dsimg_export.golden import read_golden
 from dsimg_export.onnx_file import DEPENDS_ON_BATCH
 from dsimg_export.served import Served, open_served
-from dsimg_export.server.batcher import WEIGHT, Batcher, Timing
+from dsimg_export.server.batcher import Batcher, Timing, learn
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
 
@@ -55,35 +56,44 @@ class Decoder:
         self, files: Sequence[bytes], model: "Model", *, deadline: float
     ) -> list[NDArray[Any] | ImageError]:
         """Return the network's input for each file, or why it has none. Raises RefusedError past the deadline."""
-        loop = asyncio.get_running_loop()
 
-        def work(data: bytes) -> NDArray[Any] | ImageError:
+        def work(data: bytes) -> tuple[NDArray[Any] | ImageError, float]:
             start = time.monotonic()
             if start > deadline:
-                raise RefusedError("its deadline has passed", kind="deadline", retry_after=self.wait_for(0))
+                raise self._late()
+            image: NDArray[Any] | ImageError
             try:
-                return model.input_of(data, max_pixels=self._max_pixels)
+                image = model.input_of(data, max_pixels=self._max_pixels)
             except ImageError as error:
-                return error
-            finally:
-                seconds = time.monotonic() - start
-                loop.call_soon_threadsafe(self._learn, seconds)
+                image = error
+            return image, time.monotonic() - start
 
         self.waiting += len(files)
-        futures = [loop.run_in_executor(self._pool, work, data) for data in files]
+        jobs = [self._pool.submit(work, data) for data in files]
+        futures = [asyncio.wrap_future(job) for job in jobs]
+        for future in futures:
+            future.add_done_callback(self._ended)
         try:
-            return await asyncio.gather(*futures)
+            left = None if deadline == math.inf else deadline - time.monotonic()
+            _, late = await asyncio.wait(futures, timeout=left)
         finally:
-            for future in futures:
-                future.cancel()
-            self.waiting -= len(files)
+            for job in jobs:  # one that has begun runs to its end, and is counted until then
+                job.cancel()
+        if late:
+            raise self._late()
+        return [future.result()[0] for future in futures]
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _learn(self, seconds: float) -> None:
-        self.seconds_per_image += (WEIGHT if self.seconds_per_image else 1.0) * (seconds - self.seconds_per_image)
+    def _ended(self, future: "asyncio.Future[tuple[Any, float]]") -> None:
+        self.waiting -= 1
+        if not future.cancelled() and future.exception() is None:
+            self.seconds_per_image = learn(self.seconds_per_image, future.result()[1])
+
+    def _late(self) -> RefusedError:
+        return RefusedError("its deadline has passed", kind="deadline", retry_after=self.wait_for(0))
 
 
 class Model:

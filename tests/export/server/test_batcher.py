@@ -251,3 +251,20 @@ def test_what_an_image_takes_is_learnt():
         assert batcher.done.by_size.keys() == {2}
 
     asyncio.run(body())
+
+
+def test_a_stall_does_not_close_the_server_for_good():
+    async def body():
+        network = Network(seconds=0.3)
+        batcher = Batcher(network, max_batch=1, seconds_per_image=0.01)
+        with pytest.raises(RefusedError, match="its deadline has passed"):
+            await batcher.submit(images(1), deadline=time.monotonic() + 0.1)
+        await until(lambda: not batcher.busy)
+        assert batcher.seconds_per_image == pytest.approx(0.01 + 0.1 * 0.03)  # as if it took 0.04
+        network.seconds = 0.0
+        batcher.seconds_per_image = 5.0  # after many of them
+        for _ in range(40):
+            await batcher.submit(images(1), deadline=time.monotonic() + 0.5)
+        assert batcher.seconds_per_image < 0.1
+
+    asyncio.run(body())

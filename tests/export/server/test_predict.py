@@ -226,3 +226,13 @@ def test_a_bug_is_a_500_in_json_that_tells_nothing_and_leaves_a_trace(live, monk
     assert "ZeroDivisionError" in said[0]
     monkeypatch.undo()
     assert live.post("/predict", encoded_pictures()[0]).status == 200
+
+
+def test_an_estimate_above_the_deadline_is_tried_and_mended(run):
+    with serving(run.path, deadline_ms=500) as live:
+        (model,) = live.server.models.values()
+        model.batcher.seconds_per_image = live.server.decoder.seconds_per_image = 3.0
+        for _ in range(40):
+            assert live.post("/predict", encoded_pictures()[0]).status == 200
+        assert model.batcher.seconds_per_image < 0.1
+        assert live.server.decoder.seconds_per_image < 0.1
