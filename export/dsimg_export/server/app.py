@@ -119,7 +119,9 @@ def build_app(server: Server) -> Starlette:
         ]
     table += [("GET", path, pages.handler(*page)) for path, page in pages.PAGES.items()]
     routes = [Route(path, _answering(server, path, handler), methods=[method]) for method, path, handler in table]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app.router.redirect_slashes = False  # a path with a slash too many gets an error to read, not an empty answer
+    return app
 
 
 def _answering(server: Server, route: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -400,7 +402,7 @@ async def model_config(server: Server, request: Request, stages: dict[str, float
             "name": model.name,
             "platform": "onnxruntime_onnx",
             "backend": "onnxruntime",
-            "max_batch_size": model.batcher.max_batch,
+            "max_batch_size": server.limits.images,  # of a request, as Triton means it
             "input": [_config_tensor(inputs[0])],
             "output": [{**_config_tensor(outputs[0]), "label_filename": "labels.txt"}],
             "dynamic_batching": {"max_queue_delay_microseconds": round(1e6 * model.plan.max_delay)},
@@ -420,15 +422,17 @@ async def statistics(server: Server, request: Request, stages: dict[str, float])
 
 async def repository_index(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /v2/repository/index."""
+    body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
+    ready_only = protocol.parse_index(body)
     return json_response(
         [
             {
                 "name": model.name,
                 "version": model.version,
                 "state": "READY" if server.ready else "LOADING",
-                "reason": "",
             }
             for model in server.models.values()
+            if server.ready or not ready_only
         ]
     )
 
@@ -456,8 +460,10 @@ async def _infer(server: Server, model: Model, request: Request, stages: dict[st
         max_batch=server.limits.images,
     )
     stages["read"] = time.monotonic() - began
-    timeout = asked.parameters.get("timeout")  # of Triton's clients, in microseconds
-    given = timeout / 1e6 if isinstance(timeout, (int, float)) and timeout > 0 else None
+    timeout = asked.parameters.get("timeout", 0)  # of Triton's clients, in microseconds; 0: none
+    if type(timeout) is not int or timeout < 0:
+        raise protocol.ProtocolError("'timeout' must be a whole number of microseconds, from 0 on.")
+    given = timeout / 1e6 if timeout else None
     deadline = deadline_of(request, server.limits, given)
     (tensor,) = asked.inputs
     if tensor.datatype == "BYTES":

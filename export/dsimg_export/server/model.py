@@ -200,6 +200,7 @@ class Model:
                 for size, (count, seconds) in sorted(done.by_size.items())
             ],
             "memory_usage": [],
+            "response_stats": {},  # of models that answer a request several times
         }
 
     async def logits(self, images: Sequence[NDArray[Any]], *, deadline: float) -> tuple[NDArray[np.float32], Timing]:

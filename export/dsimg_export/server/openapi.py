@@ -130,7 +130,11 @@ def _protocol() -> JsonObject:
                 "protocol",
                 "repository_index",
                 "The models and their states",
-                responses={"200": _json("The models.", "RepositoryIndex"), **_refused(401)},
+                requestBody={
+                    "description": "ready: leave out what does not take requests.",
+                    "content": {"application/json": {"schema": _object("ready", ready=YES)}},
+                },
+                responses={"200": _json("The models.", "RepositoryIndex"), **_refused(400, 401, 408, 413)},
             )
         },
     }
@@ -372,8 +376,9 @@ SCHEMAS: JsonObject = {
         inference_stats={"type": "object", "additionalProperties": COUNT},
         batch_stats=_list(_object(batch_size=WHOLE, compute_input=COUNT, compute_infer=COUNT, compute_output=COUNT)),
         memory_usage=_list(FREE),
+        response_stats=FREE,
     ),
-    "RepositoryIndex": _list(_object(name=TEXT, version=TEXT, state={"enum": ["READY", "LOADING"]}, reason=TEXT)),
+    "RepositoryIndex": _list(_object(name=TEXT, version=TEXT, state={"enum": ["READY", "LOADING"]})),
     "InferRequest": _object(
         "id",
         "parameters",

@@ -135,6 +135,14 @@ def parse_infer(
     )
 
 
+def parse_index(body: bytes) -> bool:
+    """Return whether a request for the repository's index is for models that are ready alone. Raises ProtocolError."""
+    ready = _load(body).get("ready", False) if body else False
+    if not isinstance(ready, bool):
+        raise ProtocolError("'ready' must be true or false.")
+    return ready
+
+
 def answer_infer(
     request: InferRequest,
     outputs: Mapping[str, NDArray[Any]],
@@ -232,7 +240,7 @@ def _load(text: bytes) -> dict[str, Any]:
     except ValueError as error:  # of UTF-8, of JSON, of numbers of thousands of digits
         raise ProtocolError(f"failed to parse the request JSON buffer: {error}.") from None
     if not isinstance(request, dict):
-        raise ProtocolError("the request must be a JSON object with 'inputs'.")
+        raise ProtocolError("the request must be a JSON object.")
     return request
 
 

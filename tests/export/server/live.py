@@ -29,6 +29,18 @@ class Answer:
         return json.loads(self.body)
 
 
+def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+    """Ask over a connection of its own; underscores in the names of headers are hyphens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, given)
+        found = connection.getresponse()
+        return Answer(found.status, {name.lower(): value for name, value in found.getheaders()}, found.read())
+    finally:
+        connection.close()
+
+
 @dataclass
 class Live:
     """A running server."""
@@ -37,15 +49,8 @@ class Live:
     port: int
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
-        """Ask over a connection of its own; underscores in the names of headers are hyphens."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        try:
-            given = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body, given)
-            found = connection.getresponse()
-            return Answer(found.status, {name.lower(): value for name, value in found.getheaders()}, found.read())
-        finally:
-            connection.close()
+        """Ask as `ask` does."""
+        return ask(self.port, method, path, body, **headers)
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.ask("GET", path, **headers)

@@ -310,7 +310,7 @@ def unexpected_shape(got):
         ),
         (b'{"id": NaN}', PARSE + "NaN is not JSON, send such values as binary data."),
         (b'{"inputs": [{"data": [-Infinity]}]}', PARSE + "-Infinity is not JSON, send such values as binary data."),
-        (b"[]", "the request must be a JSON object with 'inputs'."),
+        (b"[]", "the request must be a JSON object."),
         (b"{}", MISSING),
     ],
 )

@@ -58,7 +58,7 @@ def test_health_and_metadata(live, client):
     assert metadata["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 5]}]
     assert metadata["versions"] == [version]
     config = client.get_model_config("digits")
-    assert config["max_batch_size"] == 8
+    assert config["max_batch_size"] == 64
     assert config["input"][0]["dims"] == [3, 16, 16]
     (entry,) = client.get_model_repository_index()
     assert (entry["name"], entry["state"]) == ("digits", "READY")
@@ -149,6 +149,39 @@ def test_errors_come_as_the_client_reads_them(client):
             client.infer(model, [given])
     with pytest.raises(InferenceServerException, match="version 7 is not found"):
         client.infer("digits", [images_input(images, True)], model_version="7")
+
+
+@pytest.mark.parametrize("timeout", ["soon", -1, 0.5, True])
+def test_a_timeout_that_is_no_number_of_microseconds_is_refused(live, timeout):
+    given = {"name": "images", "shape": [1, 3, 16, 16], "datatype": "FP32", "data": noise(1).ravel().tolist()}
+    answer = live.post(
+        "/v2/models/digits/infer", json.dumps({"inputs": [given], "parameters": {"timeout": timeout}}).encode()
+    )
+    assert answer.status == 400
+    assert answer.json == {"error": "'timeout' must be a whole number of microseconds, from 0 on."}
+
+
+def test_the_index_may_be_of_ready_models_alone(live):
+    def index(body):
+        return live.post("/v2/repository/index", body)
+
+    entry = {"name": "digits", "version": live.server.models["digits"].version, "state": "READY"}
+    assert index(b"").json == index(b"{}").json == index(b'{"ready": true}').json == [entry]
+    live.server.draining = True
+    try:
+        assert index(b'{"ready": false}').json == [{**entry, "state": "LOADING"}]
+        assert index(b'{"ready": true}').json == []
+    finally:
+        live.server.draining = False
+    for body, words in [(b"{", "failed to parse"), (b"[]", "JSON object"), (b'{"ready": 1}', "true or false")]:
+        answer = index(body)
+        assert answer.status == 400
+        assert words in answer.json["error"]
+
+
+def test_a_slash_too_many_is_an_error_that_can_be_read(live):
+    answer = live.post("/v2/models/digits/infer/", b"{}")
+    assert (answer.status, answer.json) == (404, {"error": "Not Found"})
 
 
 def test_statistics_count(live, client):
