@@ -63,10 +63,13 @@ class ServeConfig:
     max_queue: int = 256
     """Images that may wait at most; what comes then is refused with 503."""
     deadline_ms: float = 5000.0
-    """When an answer is due, counted from the request's head; a client asks for less by X-Request-Timeout, in seconds.
-    What cannot be answered in time is refused at once with 503 and Retry-After."""
+    """When an answer is due, counted from when the body is there; a client asks for less by X-Request-Timeout, in
+    seconds. What cannot be answered in time is refused at once with 503 and Retry-After."""
     max_body_mib: float = 32.0
-    """How large a request may be."""
+    """How large a request may be; also what it may hold once it is unpacked."""
+    max_bodies_mib: float | None = None
+    """How large the bodies of all requests in hand may be together; what comes then is refused with 503. Default: eight
+    times --max_body_mib."""
     max_images: int = 64
     """Images a request at most."""
     max_pixels: int = MAX_PIXELS
@@ -106,6 +109,11 @@ class ServeConfig:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"--{name} is {value}; it must be a number above 0.")
+        if self.max_bodies_mib is not None and not self.max_body_mib <= self.max_bodies_mib < math.inf:
+            raise ConfigError(
+                f"--max_bodies_mib is {self.max_bodies_mib:g}; it must be at least --max_body_mib,"
+                f" {self.max_body_mib:g}."
+            )
         for name in ("delay_ms", "drain_seconds"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
@@ -158,6 +166,7 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
     """Verify the runs, load them, warm them up; return what the application answers with. Raises DsimgError."""
     limits = Limits(
         body_bytes=int(config.max_body_mib * 2**20),
+        bodies_bytes=int((config.max_bodies_mib or 8 * config.max_body_mib) * 2**20),
         body_seconds=config.body_seconds,
         images=config.max_images,
         deadline=config.deadline_ms / 1000,

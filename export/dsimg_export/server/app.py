@@ -1,12 +1,14 @@
 """The routes of `dsimg serve`: images in, labels out, and the Open Inference Protocol v2 for everyone's clients."""
 
 import asyncio
+import functools
 import json
 import math
 import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,10 +26,11 @@ from dsimg.metrics import top_k
 from dsimg_export.server import pages, protocol
 from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
-from dsimg_export.server.limits import check_key, read_body
+from dsimg_export.server.json_text import LONG
+from dsimg_export.server.limits import Room, check_key, read_body
 from dsimg_export.server.model import Decoder, Model
 from dsimg_export.server.telemetry import Telemetry, log_line, request_id_of, server_timing
-from dsimg_export.server.uploads import Upload, read_uploads
+from dsimg_export.server.uploads import Upload, read_uploads, takes_long
 from dsimg_export.session import INPUT, OUTPUT
 
 T = TypeVar("T")
@@ -43,7 +46,6 @@ SECURITY = {
 }
 # Asked by orchestrators, which have no key, and by browsers, whose page asks its reader for one.
 OPEN = ("/v2/health/live", "/v2/health/ready", *pages.PAGES)
-NUMPY = {"FP32": np.dtype("<f4"), "UINT8": np.dtype("u1")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Limits:
     """What one request may ask for."""
 
     body_bytes: int
+    bodies_bytes: int  # of all requests in hand
     body_seconds: float
     images: int
     deadline: float  # seconds, of a request that names none
@@ -71,6 +74,9 @@ class Server:
     draining: bool = False
 
     def __post_init__(self) -> None:
+        self.room = Room(self.limits.bodies_bytes)
+        # One: while it is parsed, JSON takes several times its size in memory.
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self.telemetry.ready.set_function(lambda: self.ready)
 
     @property
@@ -88,6 +94,19 @@ class Server:
         if version is not None and version != model.version:
             raise HttpError(404, f"'{name}' version {version} is not found", kind="unknown")
         return model
+
+    async def beside(self, work: Callable[[], T], *, deadline: float) -> T:
+        """Return what `work` gives, from the thread that parses large bodies. Raises RefusedError past the deadline."""
+        job = self._parsing.submit(work)
+        future = asyncio.wrap_future(job)
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits any more
+        try:
+            done, _ = await asyncio.wait([future], timeout=deadline - time.monotonic())
+        finally:
+            job.cancel()
+        if not done:
+            raise RefusedError("its deadline has passed", kind="deadline", retry_after=1.0)
+        return future.result()
 
 
 Handler = Callable[[Server, Request, dict[str, float]], Awaitable[Response]]
@@ -192,9 +211,11 @@ def json_response(content: object, *, status: int = 200) -> Response:
     return Response(body, status_code=status, headers={"content-type": "application/json"})
 
 
-def deadline_of(request: Request, limits: Limits, given: float | None = None) -> float:
-    """Return when an answer is due, of `time.monotonic`. The client may ask for less time, by X-Request-Timeout in
-    seconds or by `given`, not for more."""
+def deadline_of(request: Request, limits: Limits) -> float:
+    """Return when an answer is due, of `time.monotonic`, for a request whose body is there.
+
+    The client may ask for less time, by X-Request-Timeout in seconds, not for more.
+    """
     seconds = limits.deadline
     text = request.headers.get("x-request-timeout")
     if text is not None:
@@ -205,7 +226,7 @@ def deadline_of(request: Request, limits: Limits, given: float | None = None) ->
         if not asked > 0:
             raise HttpError(400, "X-Request-Timeout is a number of seconds above 0.", kind="request")
         seconds = min(seconds, asked)
-    return time.monotonic() + (seconds if given is None else min(seconds, given))
+    return time.monotonic() + seconds
 
 
 # The images' own route
@@ -214,16 +235,21 @@ def deadline_of(request: Request, limits: Limits, given: float | None = None) ->
 async def predict(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /predict: the best classes of each image of the body; one that cannot be read fails alone."""
     model = server.model(request.path_params.get("name"))
-    with model.in_use():
-        return await _predict(server, model, request, stages)
+    with model.in_use(), server.room.share() as take:
+        return await _predict(server, model, request, stages, take)
 
 
-async def _predict(server: Server, model: Model, request: Request, stages: dict[str, float]) -> Response:
-    deadline = deadline_of(request, server.limits)
+async def _predict(
+    server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
+) -> Response:
+    limits = server.limits
     top = _top(request, len(model.classes))
     began = time.monotonic()
-    body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
-    uploads = read_uploads(body, request.headers.get("content-type", ""), max_images=server.limits.images)
+    body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
+    deadline = deadline_of(request, limits)
+    kind = request.headers.get("content-type", "")
+    read = functools.partial(read_uploads, body, kind, max_images=limits.images)
+    uploads = await server.beside(read, deadline=deadline) if takes_long(body, kind) else read()
     stages["read"] = time.monotonic() - began
     rows, timing = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
     answers = [
@@ -422,7 +448,7 @@ async def statistics(server: Server, request: Request, stages: dict[str, float])
 
 async def repository_index(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /v2/repository/index."""
-    body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
+    body = await read_body(request, limit=LONG, seconds=server.limits.body_seconds)
     ready_only = protocol.parse_index(body)
     return json_response(
         [
@@ -440,31 +466,43 @@ async def repository_index(server: Server, request: Request, stages: dict[str, f
 async def infer(server: Server, request: Request, stages: dict[str, float]) -> Response:
     """POST /v2/models/M/infer: the network's own input, or encoded images as BYTES."""
     model = _named(server, request)
-    with model.in_use():
-        return await _infer(server, model, request, stages)
+    with model.in_use(), server.room.share() as take:
+        return await _infer(server, model, request, stages, take)
 
 
-async def _infer(server: Server, model: Model, request: Request, stages: dict[str, float]) -> Response:
+async def _infer(
+    server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
+) -> Response:
+    limits = server.limits
     began = time.monotonic()
-    body = await read_body(request, limit=server.limits.body_bytes, seconds=server.limits.body_seconds)
+    body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
+    there = time.monotonic()
+    deadline = deadline_of(request, limits)
     encoding = request.headers.get("content-encoding", "")
-    if encoding:
-        body = protocol.decompress(body, encoding, limit=server.limits.body_bytes)
+    header_length = request.headers.get("inference-header-content-length")
     inputs, outputs = specs(model)
-    asked = protocol.parse_infer(
-        body,
-        header_length=request.headers.get("inference-header-content-length"),
-        model=model.name,
-        inputs=inputs,
-        outputs=outputs,
-        max_batch=server.limits.images,
-    )
+
+    def read() -> tuple[protocol.InferRequest, int]:
+        whole = protocol.decompress(body, encoding, limit=limits.body_bytes) if encoding else body
+        asked = protocol.parse_infer(
+            whole,
+            header_length=header_length,
+            model=model.name,
+            inputs=inputs,
+            outputs=outputs,
+            max_batch=limits.images,
+        )
+        return asked, len(whole)
+
+    long = bool(encoding) or protocol.json_length(body, header_length) > LONG
+    asked, size = await server.beside(read, deadline=deadline) if long else read()
+    take(max(0, size - len(body)))
     stages["read"] = time.monotonic() - began
     timeout = asked.parameters.get("timeout", 0)  # of Triton's clients, in microseconds; 0: none
     if type(timeout) is not int or timeout < 0:
         raise protocol.ProtocolError("'timeout' must be a whole number of microseconds, from 0 on.")
-    given = timeout / 1e6 if timeout else None
-    deadline = deadline_of(request, server.limits, given)
+    if timeout:
+        deadline = min(deadline, there + timeout / 1e6)
     (tensor,) = asked.inputs
     if tensor.datatype == "BYTES":
         rows, _ = await classify(server, model, [bytes(data) for data in tensor.data], stages, deadline, request)

@@ -1,8 +1,9 @@
 """What a client may ask of a server: how long its head and body may take, how large they may be, and with which key."""
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,8 +13,37 @@ from dsimg.console import bytes_text
 from dsimg_export.server.errors import HttpError
 
 
-async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
-    """Return the body. Raises HttpError: 413 above `limit` bytes, 408 after so many seconds, 400 where it ends."""
+class Room:
+    """The bytes that the bodies of all requests in hand may take together."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.used = size, 0
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Give a request a function that takes so many bytes, or raises HttpError; at its end all come back."""
+        mine = 0
+
+        def take(size: int) -> None:
+            nonlocal mine
+            if self.used + size > self.size:
+                raise HttpError(503, "no room for the body now", kind="memory", retry_after=1.0, close=True)
+            self.used += size
+            mine += size
+
+        try:
+            yield take
+        finally:
+            self.used -= mine
+
+
+async def read_body(
+    request: Request, *, limit: int, seconds: float, take: Callable[[int], None] = lambda size: None
+) -> bytes:
+    """Return the body, whose bytes `take` is told as they come.
+
+    Raises HttpError: 413 above `limit` bytes, 408 after so many seconds, 400 where it ends, and what `take` raises.
+    """
     declared = request.headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit:
         raise _too_large(limit)
@@ -25,6 +55,7 @@ async def read_body(request: Request, *, limit: int, seconds: float) -> bytes:
                 size += len(part)
                 if size > limit:
                     raise _too_large(limit)
+                take(len(part))
                 parts.append(part)
     except TimeoutError:
         raise HttpError(408, f"the body did not arrive within {seconds:g} s.", kind="slow", close=True) from None

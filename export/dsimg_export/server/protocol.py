@@ -6,8 +6,10 @@ it refuses: null for an optional field that is not given, and FP16 in JSON.
 """
 
 import base64
+import itertools
 import json
 import math
+import operator
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg.metrics import top_k
+from dsimg_export.server.json_text import Most, load_json
 
 HEADER = "Inference-Header-Content-Length"
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "statistics", "model_repository")
@@ -112,17 +115,11 @@ def parse_infer(
 
     A request that names no outputs is for all of them. Raises ProtocolError.
     """
-    length = len(body)
-    if header_length is not None:
-        if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 19):
-            raise ProtocolError(f"{HEADER} must be the number of bytes of JSON, not '{_short(header_length)}'.")
-        length = int(header_length)
-        if length > len(body):
-            raise ProtocolError(f"{HEADER} is {length}, but the body has {len(body)} bytes.")
-        if length == 0:
-            every = tuple(RequestedOutput(name=spec.name, binary=True, classification=0) for spec in outputs)
-            return InferRequest(id="", parameters={}, inputs=(_raw_input(body, model, inputs),), outputs=every)
-    request = _load(body[:length])
+    length = json_length(body, header_length)
+    if length == 0 and header_length is not None:
+        every = tuple(RequestedOutput(name=spec.name, binary=True, classification=0) for spec in outputs)
+        return InferRequest(id="", parameters={}, inputs=(_raw_input(body, model, inputs),), outputs=every)
+    request = _load(body[:length], _needed(inputs, max_batch))
     identity = request.get("id")
     if not isinstance(identity, str | None):
         raise ProtocolError("'id' must be a string.")
@@ -141,6 +138,18 @@ def parse_index(body: bytes) -> bool:
     if not isinstance(ready, bool):
         raise ProtocolError("'ready' must be true or false.")
     return ready
+
+
+def json_length(body: bytes, header_length: str | None) -> int:
+    """Return how many bytes at the beginning of a body are JSON, by its header. Raises ProtocolError."""
+    if header_length is None:
+        return len(body)
+    if not (header_length.isascii() and header_length.isdigit() and len(header_length) < 19):
+        raise ProtocolError(f"{HEADER} must be the number of bytes of JSON, not '{_short(header_length)}'.")
+    length = int(header_length)
+    if length > len(body):
+        raise ProtocolError(f"{HEADER} is {length}, but the body has {len(body)} bytes.")
+    return length
 
 
 def answer_infer(
@@ -229,12 +238,22 @@ def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
     return body
 
 
-def _load(text: bytes) -> dict[str, Any]:
+def _needed(specs: Sequence[TensorSpec], images: int) -> Most:
+    """Return what so many images may need in JSON: nested as their shape, or as one string each."""
+    shapes = [(images, *spec.shape[1:]) for spec in specs]
+    return Most(
+        lists=max(sum(itertools.accumulate(shape[:-1], operator.mul)) for shape in shapes),
+        values=max(map(math.prod, shapes)),
+        strings=images,
+    )
+
+
+def _load(text: bytes, most: Most = Most()) -> dict[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON, send such values as binary data")
 
     try:
-        request = json.loads(text.decode("utf-8"), parse_constant=refuse)
+        request = load_json(text, most, parse_constant=refuse)
     except RecursionError:
         raise ProtocolError("failed to parse the request JSON buffer: it is nested too deeply.") from None
     except ValueError as error:  # of UTF-8, of JSON, of numbers of thousands of digits

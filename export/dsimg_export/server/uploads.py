@@ -3,7 +3,6 @@
 import base64
 import binascii
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from dsimg_export.server.errors import HttpError
+from dsimg_export.server.json_text import LONG, Most, load_json
 
 EXAMPLE = '{"images": ["BASE64", ...]}'
 DATA_URI = "data:image/"
@@ -24,6 +24,11 @@ class Upload:
     name: str | None
     data: bytes
     error: str | None = None
+
+
+def takes_long(body: bytes, content_type: str) -> bool:
+    """Return whether reading the images of a body would hold others up: an image's own bytes are taken as they are."""
+    return len(body) > LONG and parse_options_header(content_type)[0] in (b"multipart/form-data", b"application/json")
 
 
 def read_uploads(body: bytes, content_type: str, *, max_images: int) -> list[Upload]:
@@ -92,9 +97,10 @@ def _from_multipart(body: bytes, boundary: bytes, max_images: int) -> list[Uploa
 
 def _from_json(body: bytes, max_images: int) -> list[Upload]:
     try:
-        content = json.loads(body)
+        most = Most(lists=1 + max_images, values=3 * max_images, strings=4 * max_images)
+        content = load_json(body, most, encoding=json.detect_encoding(body))
     except (ValueError, RecursionError) as error:
-        raise HttpError(400, f"the body is not JSON ({error}). Send {EXAMPLE}.", kind="request") from None
+        raise HttpError(400, f"cannot read the body as JSON: {error}. Send {EXAMPLE}.", kind="request") from None
     images = (
         content.get("images", [content["image"]] if "image" in content else None) if isinstance(content, dict) else None
     )
@@ -123,8 +129,3 @@ def _from_base64(image: object) -> Upload:
 
 def _too_many(max_images: int) -> HttpError:
     return HttpError(413, f"more than {max_images} images in one request; send them in several.", kind="limit")
-
-
-def sizes(uploads: Sequence[Upload]) -> int:
-    """Return the bytes of all images together."""
-    return sum(len(upload.data) for upload in uploads)

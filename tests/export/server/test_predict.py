@@ -108,9 +108,10 @@ def test_base64_that_is_none_fails_alone(live):
     ("body", "kind", "words"),
     [
         (b"", "image/png", "no image"),
-        (b"{", "application/json", "not JSON"),
-        (b"[" * 100_000, "application/json", "not JSON"),
-        (b"\xff\xfe", "application/json", "not JSON"),
+        (b"{", "application/json", "cannot read the body as JSON"),
+        (b"[" * 60_000, "application/json", "cannot read the body as JSON"),
+        (b"[" * 100_000, "application/json", "it holds 100000 lists and objects, and the images"),
+        (b"\xff\xfe", "application/json", "cannot read the body as JSON"),
         (b"[]", "application/json", "no list of images"),
         (b'{"images": 3}', "application/json", "no list of images"),
         (b'{"images": []}', "application/json", "no image"),
