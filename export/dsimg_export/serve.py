@@ -26,7 +26,7 @@ from dsimg.machine import all_cores
 from dsimg.preprocess import MAX_PIXELS
 from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import Limits, Server, build_app
-from dsimg_export.server.limits import protocol_with_deadline
+from dsimg_export.server.connection import bounded_protocol
 from dsimg_export.server.model import Decoder, Model, Plan, load
 from dsimg_export.server.reload import watch
 from dsimg_export.server.tune import Load, Setting, parse_goal, settings, tune
@@ -70,6 +70,8 @@ class ServeConfig:
     max_bodies_mib: float | None = None
     """How large the bodies of all requests in hand may be together; what comes then is refused with 503. Default: eight
     times --max_body_mib."""
+    max_connections: int = 1000
+    """Connections at a time; what comes then is refused with 503."""
     max_images: int = 64
     """Images a request at most."""
     max_pixels: int = MAX_PIXELS
@@ -101,7 +103,16 @@ class ServeConfig:
                 raise ConfigError("--tune shares out the cores of a CPU. Leave it out with --provider.")
         if not self.source:
             raise ConfigError("serve was given no run. Give --source RUN.")
-        for name in ("workers", "threads", "decode_threads", "max_batch", "max_queue", "max_images", "max_pixels"):
+        for name in (
+            "workers",
+            "threads",
+            "decode_threads",
+            "max_batch",
+            "max_queue",
+            "max_images",
+            "max_pixels",
+            "max_connections",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} is {value}; it must be at least 1.")
@@ -152,7 +163,7 @@ def serve(config: ServeConfig) -> None:
             )
         )
     answering = _Answering(
-        uvicorn.Config(build_app(server), **http_options(config)),
+        uvicorn.Config(build_app(server), **http_options(config, server)),
         server=server,
         drain=config.drain_seconds,
         url=url,
@@ -311,19 +322,21 @@ class _Answering(uvicorn.Server):
         self.should_exit = True
 
 
-def http_options(config: ServeConfig) -> dict[str, Any]:
+def http_options(config: ServeConfig, server: Server) -> dict[str, Any]:
     """Return uvicorn's settings."""
     options: dict[str, Any] = {}
     if config.ssl_certfile is not None:
         options = {"ssl_certfile": str(config.ssl_certfile), "ssl_keyfile": str(config.ssl_keyfile)}
     return {
-        "http": protocol_with_deadline(config.head_seconds),
+        "http": bounded_protocol(server, head_seconds=config.head_seconds, connections=config.max_connections),
         "ws": "none",
         "lifespan": "off",
         "log_config": None,
         "log_level": "error",
         "access_log": False,
         "server_header": False,
+        "date_header": False,  # the application's answers have one; uvicorn would look at the clock all the time
+        "proxy_headers": False,  # a header that any client may write does not name it
         "timeout_keep_alive": KEEP_ALIVE,
         "timeout_graceful_shutdown": math.ceil(config.grace_seconds),
         **options,

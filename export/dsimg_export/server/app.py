@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +46,8 @@ SECURITY = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
 }
 # Asked by orchestrators, which have no key, and by browsers, whose page asks its reader for one.
-OPEN = ("/v2/health/live", "/v2/health/ready", *pages.PAGES)
+NO_ROUTE = "none"
+OPEN = ("/v2/health/live", "/v2/health/ready", *pages.PAGES, NO_ROUTE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,7 @@ def build_app(server: Server) -> Starlette:
         ]
     table += [("GET", path, pages.handler(*page)) for path, page in pages.PAGES.items()]
     routes = [Route(path, _answering(server, path, handler), methods=[method]) for method, path, handler in table]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted(server)})
     app.router.redirect_slashes = False  # a path with a slash too many gets an error to read, not an empty answer
     return app
 
@@ -160,36 +162,65 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
         except protocol.ProtocolError as error:
             response = refusal(HttpError(error.status, str(error), kind="request"))
             server.telemetry.errors.labels("request").inc()
+        except asyncio.CancelledError:  # by uvicorn alone, once the time to end is over
+            response = refusal(
+                HttpError(503, "the server has ended before the answer", kind="ended", retry_after=1.0, close=True)
+            )
+            server.telemetry.errors.labels("ended").inc()
         except Exception:  # a bug: the client is told so, and whoever runs the server where
             server.say(f"request {request_id}: a bug in dsimg, please report it\n{traceback.format_exc()}")
             response = refusal(HttpError(500, f"a bug in the server; its log has it under {request_id}.", kind="bug"))
             server.telemetry.errors.labels("bug").inc()
-        seconds = time.monotonic() - began
-        response.headers.update({**SECURITY, "x-request-id": request_id})
-        if server.draining:
-            response.headers["connection"] = "close"
-        server.telemetry.requests.labels(route, response.status_code).inc()
-        server.telemetry.seconds.labels(route).observe(seconds)
-        if server.access_log is not None:
-            line = log_line(
-                id=request_id,
-                client=request.client.host if request.client else None,
-                method=request.method,
-                path=request.url.path,
-                status=response.status_code,
-                ms=round(1000 * seconds, 2),
-                **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
-            )
-            server.access_log(line)
+        _finish(
+            server,
+            route,
+            response,
+            request_id=request_id,
+            client=request.client.host if request.client else None,
+            method=request.method,
+            path=request.url.path,
+            ms=round(1000 * (time.monotonic() - began), 2),
+            **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
+        )
         return response
 
     return endpoint
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = refusal(HttpError(error.status_code, error.detail, kind="unknown"))
-    response.headers.update({**(error.headers or {}), **SECURITY})
+def _finish(server: Server, route: str, response: Response, *, request_id: str, ms: float, **said: object) -> None:
+    """Give an answer the headers that all have, and its place in metrics and log."""
+    response.headers.update({**SECURITY, "x-request-id": request_id, "date": formatdate(usegmt=True)})
+    if server.draining:
+        response.headers["connection"] = "close"
+    server.telemetry.requests.labels(route, response.status_code).inc()
+    server.telemetry.seconds.labels(route).observe(ms / 1000)
+    if server.access_log is not None:
+        server.access_log(log_line(id=request_id, status=response.status_code, ms=ms, **said))
+
+
+def _unrouted(server: Server) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return what answers a request that no route takes."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        reason = HttpError(error.status_code, error.detail, kind="unknown")
+
+        async def handler(server: Server, request: Request, stages: dict[str, float]) -> Response:
+            raise reason
+
+        response = await _answering(server, NO_ROUTE, handler)(request)
+        response.headers.update(error.headers or {})
+        return response
+
+    return answer
+
+
+def unrouted(server: Server, error: HttpError, *, client: tuple[str, int] | None) -> Response:
+    """Return the answer to what never became a request; the connection ends with it."""
+    response = refusal(error)
+    response.headers["connection"] = "close"
+    server.telemetry.errors.labels(error.kind).inc()
+    _finish(server, NO_ROUTE, response, request_id=uuid.uuid4().hex, ms=0.0, client=client[0] if client else None)
     return response
 
 

@@ -1,13 +1,11 @@
-"""What a client may ask of a server: how long its head and body may take, how large they may be, and with which key."""
+"""What a client may ask of a server: how large its body may be, how long it may take, and with which key."""
 
 import asyncio
 import contextlib
 import hmac
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dsimg.console import bytes_text
 from dsimg_export.server.errors import HttpError
@@ -69,7 +67,7 @@ def check_key(request: Request, keys: Sequence[bytes]) -> None:
     if not keys:
         return
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = (token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).encode()
+    given = (token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).encode("latin-1")
     # All are compared, in a time that does not tell which came near.
     if not sum([hmac.compare_digest(given, key) for key in keys]):
         raise HttpError(
@@ -79,50 +77,3 @@ def check_key(request: Request, keys: Sequence[bytes]) -> None:
 
 def _too_large(limit: int) -> HttpError:
     return HttpError(413, f"the body is larger than {bytes_text(limit)}.", kind="limit", close=True)
-
-
-def protocol_with_deadline(seconds: float) -> type[HttpToolsProtocol]:
-    """Return uvicorn's HTTP protocol, which ends a connection whose request has no whole head after so many seconds.
-
-    uvicorn itself ends only connections that are idle between two requests.
-    """
-
-    class Impatient(HttpToolsProtocol):
-        _head: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            if self._head is None and self.cycle is None:
-                self._wait()
-            super().data_received(data)
-
-        def on_headers_complete(self) -> None:
-            self._stop()
-            super().on_headers_complete()
-
-        def on_message_begin(self) -> None:
-            if self._head is None:
-                self._wait()
-            super().on_message_begin()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
-            super().connection_lost(exc)
-
-        def _wait(self) -> None:
-            self._head = self.loop.call_later(seconds, self._give_up)
-
-        def _stop(self) -> None:
-            if self._head is not None:
-                self._head.cancel()
-                self._head = None
-
-        def _give_up(self) -> None:
-            self._head = None
-            if self.transport is not None and not self.transport.is_closing():
-                self.transport.close()
-
-    return Impatient

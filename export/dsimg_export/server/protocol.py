@@ -134,7 +134,7 @@ def parse_infer(
 
 def parse_index(body: bytes) -> bool:
     """Return whether a request for the repository's index is for models that are ready alone. Raises ProtocolError."""
-    ready = _load(body).get("ready", False) if body else False
+    ready = _load(body, Most()).get("ready", False) if body else False
     if not isinstance(ready, bool):
         raise ProtocolError("'ready' must be true or false.")
     return ready
@@ -248,7 +248,7 @@ def _needed(specs: Sequence[TensorSpec], images: int) -> Most:
     )
 
 
-def _load(text: bytes, most: Most = Most()) -> dict[str, Any]:
+def _load(text: bytes, most: Most) -> dict[str, Any]:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON, send such values as binary data")
 

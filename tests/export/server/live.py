@@ -47,6 +47,7 @@ class Live:
 
     server: Server
     port: int
+    connections: set[Any]
 
     def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
         """Ask as `ask` does."""
@@ -65,7 +66,7 @@ def serving(*runs: Path, keys: tuple[bytes, ...] = (), **flags: Any) -> Iterator
     config = ServeConfig(source=runs, port=0, **flags)
     server = open_server(config, keys=keys)
     server.loaded = True
-    answering = uvicorn.Server(uvicorn.Config(build_app(server), port=0, **http_options(config)))
+    answering = uvicorn.Server(uvicorn.Config(build_app(server), port=0, **http_options(config, server)))
     thread = threading.Thread(target=answering.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
@@ -73,7 +74,8 @@ def serving(*runs: Path, keys: tuple[bytes, ...] = (), **flags: Any) -> Iterator
         assert time.monotonic() < deadline
         time.sleep(0.01)
     try:
-        yield Live(server, answering.servers[0].sockets[0].getsockname()[1])
+        port = answering.servers[0].sockets[0].getsockname()[1]
+        yield Live(server, port, answering.server_state.connections)
     finally:
         answering.should_exit = True
         thread.join(10)

@@ -237,3 +237,10 @@ def test_an_estimate_above_the_deadline_is_tried_and_mended(run):
             assert live.post("/predict", encoded_pictures()[0]).status == 200
         assert model.batcher.seconds_per_image < 0.1
         assert live.server.decoder.seconds_per_image < 0.1
+
+
+def test_a_key_may_have_any_letters(run):
+    key = "schlüssel".encode()
+    with serving(run.path, keys=(key,)) as live:
+        assert live.post("/predict", encoded_pictures()[0], x_api_key=key).status == 200
+        assert live.post("/predict", encoded_pictures()[0], authorization=b"Bearer " + key).status == 200
