@@ -6,12 +6,15 @@ A run is verified before it is served: its golden images have to give here what 
 """
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import math
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+import ssl
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -21,17 +24,19 @@ import uvicorn
 
 from dsimg import cli
 from dsimg.console import bytes_text, ms_text
-from dsimg.errors import ConfigError
+from dsimg.errors import ConfigError, RunError
 from dsimg.machine import all_cores
 from dsimg.preprocess import MAX_PIXELS
 from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import Limits, Server, build_app
 from dsimg_export.server.connection import bounded_protocol
 from dsimg_export.server.model import Decoder, Model, Plan, load
-from dsimg_export.server.reload import watch
-from dsimg_export.server.tune import Load, Setting, parse_goal, settings, tune
+from dsimg_export.server.reload import hash_of, watch
+from dsimg_export.server.tune import MOST_SECONDS, Load, Setting, parse_goal, settings, tune
 from dsimg_export.verify import VerifyConfig, verify
 
+TUNED = ("workers", "threads", "decode_threads", "max_batch", "delay_ms")  # what --tune finds
+BACKLOG = 2048  # connections that wait to be accepted
 KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
 
 
@@ -49,7 +54,7 @@ class ServeConfig:
     """Where ONNX Runtime runs the files; one that is not there is an error."""
     tune: str | None = None
     """What the slowest of a hundred may take, as p99=50ms: find --workers, --threads, --decode_threads, --max_batch and
-    --delay_ms that answer most within it, by measuring the first run on its golden images for a minute or so."""
+    --delay_ms that answer most within it, by measuring the first run on its golden images for about two minutes."""
     workers: int | None = None
     """Calls of a network at a time. Default: the cores over --threads; on a GPU 1."""
     threads: int = 1
@@ -101,6 +106,9 @@ class ServeConfig:
             parse_goal(self.tune)
             if self.provider != "cpu":
                 raise ConfigError("--tune shares out the cores of a CPU. Leave it out with --provider.")
+            given = [name for name in TUNED if getattr(self, name) != ServeConfig.__dataclass_fields__[name].default]
+            if given:
+                raise ConfigError(f"--tune finds --{given[0]} itself. Leave out one of the two.")
         if not self.source:
             raise ConfigError("serve was given no run. Give --source RUN.")
         for name in (
@@ -137,8 +145,31 @@ class ServeConfig:
 
 def serve(config: ServeConfig) -> None:
     """Serve exported runs over HTTP until SIGTERM or Ctrl-C."""
+    with _ended_by_sigterm():
+        _serve(config)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End with code 0 at SIGTERM, which the first process of a container would not even notice."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(sig: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve(config: ServeConfig) -> None:
     require_onnxruntime("serving")
     keys = _keys(config.api_key_file)
+    _check_certificate(config.ssl_certfile, config.ssl_keyfile)
     listener = _bind(config.host, config.port)
     if config.tune is not None:
         config = _tuned(config, parse_goal(config.tune))
@@ -170,6 +201,9 @@ def serve(config: ServeConfig) -> None:
         beside=beside,
     )
     asyncio.run(answering.serve(sockets=[listener]))
+    if answering.cut_off:
+        terminal.say(f"requests that were accepted and cut off: {answering.cut_off}.")
+        raise SystemExit(1)
     terminal.say("every request that was accepted has been answered.")
 
 
@@ -204,7 +238,8 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
 def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
     """Return the flags with those that measuring found. Raises DsimgError."""
     path = config.source[0]
-    verify(VerifyConfig(source=path, provider=config.provider))
+    tried = list(settings(all_cores(), goal))
+    measured: list[Plan] = []
     terminal = cli.context().terminal
 
     def say(found: Load) -> None:
@@ -212,18 +247,18 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
             f"{_setting_text(found.setting)}: {found.images_per_second:.0f} a second, p99 {ms_text(found.p99)}"
         )
 
-    found = tune(
-        goal,
-        list(settings(all_cores(), goal)),
-        load=lambda plan: load(path, "tuned", plan, observe=lambda images, seconds: None),
-        max_pixels=config.max_pixels,
-        say=say,
-    )
+    def load_with(plan: Plan) -> Model:
+        measured.append(plan)
+        return load(path, "tuned", plan, observe=lambda images, seconds: None)
+
+    terminal.say(f"measuring at most {len(tried)} settings, for about {MOST_SECONDS / 60:g} minutes")
+    found = tune(goal, tried, load=load_with, max_pixels=config.max_pixels, say=say)
     chosen = found.setting
     terminal.table(
         "tuned",
         [
             ("goal", f"p99 of at most {ms_text(goal)}, without HTTP"),
+            ("measured", f"{len(measured)} of {len(tried)} settings"),
             (
                 "found",
                 f"{found.images_per_second:.0f} images a second at p99 {ms_text(found.p99)}, {found.clients} at a time",
@@ -233,16 +268,13 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
     )
     return replace(
         config,
+        tune=None,
         workers=chosen.workers,
         threads=chosen.threads,
         decode_threads=chosen.decode_threads,
         max_batch=chosen.max_batch,
         delay_ms=1000 * chosen.delay,
     )
-
-
-def _load_text(load: Load) -> str:
-    return f"{load.images_per_second:.0f} images a second, p99 {ms_text(load.p99)}"
 
 
 def _setting_text(setting: Setting) -> str:
@@ -276,16 +308,28 @@ def _named(sources: Sequence[Path]) -> dict[str, Path]:
 
 
 def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
-    """Verify a run and load it. Raises DsimgError."""
+    """Verify a run and load it. Raises DsimgError; RunError also where it changes meanwhile."""
+    path = path.resolve()  # a link may be turned
+    before = hash_of(path)
     verify(VerifyConfig(source=path, provider=config.provider, threads=config.threads))
     batches = server.telemetry.batches.labels(name)
     model = load(path, name, _plan(config), observe=lambda images, seconds: batches.observe(images))
+    if hash_of(path) != before:
+        raise RunError(
+            f"{path} changed while it was loaded. Make a run in a folder of its own, then turn a link to it."
+        )
     server.telemetry.info.labels(name, model.version).set(1)
     return model
 
 
 class _Answering(uvicorn.Server):
-    """uvicorn, which at a signal first says that it is not ready, then takes nothing more, then ends with code 0."""
+    """uvicorn, which at a signal first says that it is not ready, then takes nothing more, then ends.
+
+    cut_off: requests that were accepted and not answered, after the end.
+    """
+
+    _loop: asyncio.AbstractEventLoop | None = None
+    cut_off = 0
 
     def __init__(
         self,
@@ -301,25 +345,43 @@ class _Answering(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end at the first signal; at a second one of Ctrl-C, end at once."""
-        if self._server.draining:
-            self.force_exit = sig == signal.SIGINT
-            self.should_exit = True
-            return
-        self._server.draining = True
-        # In the main thread, between two of the loop's steps.
         loop = self._loop
-        loop.call_soon_threadsafe(lambda: loop.call_later(self._drain, self._end))
+        if loop is None:  # nobody has been let in yet
+            self.should_exit = True
+        elif self._server.draining:
+            self.force_exit = self.force_exit or sig == signal.SIGINT
+            loop.call_soon_threadsafe(self._end)
+        else:
+            self._server.draining = True
+            # In the main thread, between two of the loop's steps.
+            loop.call_soon_threadsafe(lambda: loop.call_later(self._drain, self._end))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._over = asyncio.Event()
+        if self.should_exit:
+            return
+        self._loop = asyncio.get_running_loop()
         self._server.loaded = True
         self._background = [asyncio.create_task(work()) for work in self._beside]
         cli.context().terminal.say(f"ready: {self._url}")
 
+    async def main_loop(self) -> None:
+        """Wait for the end, where uvicorn looks for it ten times a second."""
+        await self._over.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, and count what was cut off: requests in hand, those that wait behind them, and answers unsent."""
+        await super().shutdown(sockets)
+        connections: list[Any] = list(self.server_state.connections)
+        unsent = [one for one in connections if one.cycle is None or one.cycle.response_complete]
+        unsent = [one for one in unsent if one.transport.get_write_buffer_size()]
+        self.cut_off = len(self.server_state.tasks) + sum(len(one.pipeline) for one in connections) + len(unsent)
+
     def _end(self) -> None:
         self.should_exit = True
+        self._over.set()
 
 
 def http_options(config: ServeConfig, server: Server) -> dict[str, Any]:
@@ -344,18 +406,35 @@ def http_options(config: ServeConfig, server: Server) -> dict[str, Any]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket of the address: one that is taken is known before a model is loaded. Raises ConfigError."""
+    """Return a socket that listens: an address that is taken is known before a model is loaded. Raises ConfigError.
+
+    Who connects before the server is ready waits.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port, or 0 for a free one."
         ) from error
     return listener
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raise ConfigError where HTTPS cannot be served with this certificate: before anything is loaded."""
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"cannot serve HTTPS with --ssl_certfile {certificate} and --ssl_keyfile {key}: {error.strerror or error}. "
+            "Give a certificate and its key, in PEM, without a passphrase."
+        ) from error
 
 
 def _keys(path: Path | None) -> tuple[bytes, ...]:

@@ -178,7 +178,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
             request_id=request_id,
             client=request.client.host if request.client else None,
             method=request.method,
-            path=request.url.path,
+            path=request.scope["path"],
             ms=round(1000 * (time.monotonic() - began), 2),
             **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
         )

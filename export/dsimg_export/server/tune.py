@@ -20,6 +20,7 @@ CLIENTS = (1, 2, 4, 8, 16, 32, 64)
 SECONDS = 1.0  # of each measurement
 MIN_ANSWERS = 50
 MAX_SECONDS = 5.0
+MOST_SECONDS = 120.0  # after which no further setting is begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,14 @@ def parse_goal(text: str) -> float:
 
 
 def settings(cores: int, goal: float) -> Iterator[Setting]:
-    """Yield what is tried: all cores in calls of one thread or in one call, decoding on all or half of them."""
-    for threads, decode_threads, max_batch in itertools.product(
-        sorted({1, cores}), sorted({cores, max(1, cores // 2)}), BATCHES
+    """Yield what is tried: all cores in calls of one thread or in one call, decoding on all or half of them.
+
+    Those without a delay come first.
+    """
+    for delay, threads, decode_threads, max_batch in itertools.product(
+        (0.0, goal / 10), sorted({1, cores}), sorted({cores, max(1, cores // 2)}), BATCHES
     ):
-        for delay in (0.0, goal / 10) if max_batch > 1 else (0.0,):
+        if max_batch > 1 or not delay:
             yield Setting(
                 workers=cores // threads,
                 threads=threads,
@@ -77,15 +81,19 @@ def tune(
     load: Callable[[Plan], Model],
     max_pixels: int,
     say: Callable[[Load], None],
-    seconds: float = SECONDS,
+    seconds: float | None = None,
 ) -> Load:
     """Return the setting that answers most images a second with a p99 of at most `goal` seconds, and what it bore.
 
-    load: opens the model with a plan. Raises ConfigError where no setting keeps the goal with one client.
+    load: opens the model with a plan. What has not begun after MOST_SECONDS is not tried. Raises ConfigError where no
+    setting keeps the goal with one client.
     """
     best: Load | None = None
     slowest = math.inf
+    end = time.monotonic() + MOST_SECONDS
     for setting in tried:
+        if time.monotonic() > end:
+            break
         model = load(
             Plan(
                 workers=setting.workers,
@@ -95,7 +103,7 @@ def tune(
                 max_queue=max(CLIENTS) * 2,
             )
         )
-        found = asyncio.run(_bear(model, setting, goal, max_pixels, seconds))
+        found = asyncio.run(_bear(model, setting, goal, max_pixels, SECONDS if seconds is None else seconds))
         slowest = min(slowest, found[0].p99)
         kept = [one for one in found if one.p99 <= goal]
         if not kept:

@@ -1,8 +1,9 @@
-import itertools
+import time
 
 import pytest
 
 from dsimg.errors import ConfigError
+from dsimg_export import serve as serving
 from dsimg_export.serve import ServeConfig, open_server
 from dsimg_export.server import tune as tuning
 from dsimg_export.server.model import load
@@ -65,9 +66,55 @@ def test_a_goal_that_nothing_keeps_is_an_error(run):
 
 
 def test_more_clients_are_tried_until_the_goal_breaks(run, monkeypatch):
-    clients = itertools.count(1)
-    monkeypatch.setattr(tuning, "CLIENTS", tuple(itertools.islice(clients, 3)))
-    assert tuned(run, 10.0, [setting()]).clients in (1, 2, 3)
+    monkeypatch.setattr(tuning, "CLIENTS", (1, 2, 4, 8))
+    monkeypatch.setattr(tuning, "MIN_ANSWERS", 8)
+    calls = []
+
+    def slow(plan):
+        model = load(run, "x", plan, observe=lambda images, seconds: None)
+        network = model.batcher._network
+
+        def sleeping(images):
+            calls.append(len(images))
+            time.sleep(0.1)
+            return network(images)
+
+        model.batcher._network = sleeping
+        return model
+
+    tried = [setting(workers=2, max_batch=1)]
+    found = tune(0.17, tried, load=slow, max_pixels=10**6, say=lambda load: None, seconds=0.2)
+    assert found.clients == 2  # a third one would wait for 200 ms
+    assert 10 < found.images_per_second < 20
+    assert len(calls) < 60  # eight were not tried
+
+
+def test_measuring_ends(run, monkeypatch):
+    monkeypatch.setattr(tuning, "CLIENTS", (1,))
+    monkeypatch.setattr(tuning, "MOST_SECONDS", 0.1)
+    tried = [setting(), setting(max_batch=8), setting(max_batch=16)]
+    assert tuned(run, 10.0, tried).setting == tried[0]
+
+
+def test_what_is_found_takes_the_place_of_the_flags(run, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "CLIENTS", (1,))
+    monkeypatch.setattr(tuning, "SECONDS", 0.1)
+    monkeypatch.setattr(tuning, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(serving, "settings", lambda cores, goal: [setting(max_batch=2, delay=0.001), setting()])
+    config = serving._tuned(ServeConfig(source=(run,), tune="p99=400ms"), 0.4)
+    assert config.delay_ms == pytest.approx(1.0)
+    flags = {"workers": 1, "threads": 1, "decode_threads": 1, "max_batch": 2, "delay_ms": config.delay_ms}
+    assert config == ServeConfig(source=(run,), **flags)
+    said = capsys.readouterr().out
+    assert "1 of 2 settings" in said
+    assert "--workers 1 --threads 1 --decode_threads 1 --max_batch 2 --delay_ms 1" in said
+
+
+@pytest.mark.parametrize("flag", [{"workers": 1}, {"threads": 2}, {"max_batch": 4}, {"delay_ms": 1.0}])
+def test_what_is_to_be_found_cannot_be_given(flag):
+    (name,) = flag
+    with pytest.raises(ConfigError, match=f"--tune finds --{name} itself"):
+        ServeConfig(source=("run",), tune="p99=50ms", **flag)
 
 
 def test_what_was_found_is_served(run):
