@@ -21,7 +21,7 @@ from dsimg import cli, metrics
 from dsimg.errors import ConfigError, DataError
 from dsimg.folder import images_below, shown
 from dsimg.machine import all_cores
-from dsimg.prediction_table import PredictionTable, check_table, is_finished
+from dsimg.prediction_table import PredictionTable, check_table
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run, sha256
 from dsimg.runtime import Provider, choose_runtime
@@ -47,9 +47,9 @@ class PredictConfig:
     and error."""
     out: Path | None = None
     """Write a table instead, predictions.csv or .parquet: a row a file, in their order, with the reason where a file
-    cannot be read. The same command goes on with one that was stopped."""
+    cannot be read. The same command goes on with one that was stopped; OUT.state.json says what it was made from."""
     overwrite: bool = False
-    """Replace the table that is in --out."""
+    """Replace what is in --out, once the new table is whole."""
     threads: int | None = None
     """Threads of ONNX Runtime's session. Default: one a core."""
     provider: Provider = "cpu"
@@ -89,14 +89,11 @@ def predict(config: PredictConfig) -> list[Prediction]:
     With --out the table says which files those are, nothing is returned, and the exit code is 0.
     """
     run = Run.open(config.source)
-    if config.out is not None and not config.overwrite and is_finished(config.out):
-        cli.context().terminal.say(f"{config.out} is there, whole: nothing to do. --overwrite makes it again.")
-        return []
     files = [file for given in config.images for file in (images_below(given) if given.is_dir() else [given])]
-    answer = _answer(run, config)
     if config.out is not None:
-        _write_table(config.out, answer, files, run=run, config=config)
+        _write_table(config.out, files, run=run, config=config)
         return []
+    answer = _answer(run, config)
     terminal = cli.context().terminal
     found: list[Prediction] = []
     for one in predictions(answer, files, run=run, top=config.top):
@@ -120,20 +117,22 @@ def predict(config: PredictConfig) -> list[Prediction]:
     return found
 
 
-def _write_table(out: Path, answer: Answer, files: Sequence[Path], *, run: Run, config: PredictConfig) -> None:
+def _write_table(out: Path, files: Sequence[Path], *, run: Run, config: PredictConfig) -> None:
     """Write what is said of files as a table, from where an earlier start left it. Raises RunError."""
     terminal = cli.context().terminal
-    if config.overwrite and is_finished(out):
-        out.unlink()
     asked = {"source": sha256(run.path / "run.json"), "provider": config.provider}
-    bad, begun = 0, time.monotonic()
-    with PredictionTable(out, files, asked=asked, top=min(config.top, len(run.model["classes"]))) as table:
+    top = min(config.top, len(run.model["classes"]))
+    table = PredictionTable(out, files, asked=asked, top=top, overwrite=config.overwrite)
+    if not config.overwrite and table.is_finished():
+        terminal.say(f"{out} is there, whole: nothing to do. --overwrite makes it again.")
+        return
+    answer, begun = _answer(run, config), time.monotonic()
+    with table:
         first = table.rows
         if first:
             terminal.say(f"{first:,} rows of {out} are there; going on")
         for one in predictions(answer, files[first:], run=run, top=table.top):
             table.add(one.file, one.classes, one.error)
-            bad += one.error is not None
             if table.rows % BATCH == 0 or table.rows == len(files):
                 terminal.progress(_progress_text(table.rows, len(files), (table.rows - first), begun))
         table.finish()
@@ -141,7 +140,7 @@ def _write_table(out: Path, answer: Answer, files: Sequence[Path], *, run: Run, 
     now, seconds = len(files) - first, time.monotonic() - begun
     rows = [
         ("files", f"{len(files):,}, {now:,} of them now, at {now / seconds:,.0f} a second"),
-        ("unreadable", f"{bad:,}: see the column `error`" if bad else "none"),
+        ("unreadable", f"{table.bad:,}: see the column `error`" if table.bad else "none"),
         ("table", str(out)),
     ]
     terminal.table("predictions", rows)

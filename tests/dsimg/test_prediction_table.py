@@ -1,6 +1,7 @@
 """`dsimg predict --out`: one row a file, whatever happens on the way."""
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dsimg import prediction_table
 from dsimg.errors import ConfigError, RunError
 from dsimg.predict import PredictConfig, predict
 from dsimg.prediction_table import PredictionTable
@@ -63,7 +65,7 @@ def test_a_row_a_file_in_their_order_and_the_reason_where_there_is_no_answer(
     assert bad == list(range(7, FILES, 50))
     assert "not an image" in rows[7]["error"]
     assert rows[7]["class"] == rows[7]["probability_2"] == ""
-    assert left_beside(out) == []
+    assert left_beside(out) == ["predictions.csv.state.json"]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
@@ -100,7 +102,7 @@ def test_a_table_that_was_stopped_goes_on_without_a_gap_or_a_double(
         assert starts < 5
     assert starts == 3
     assert out.read_bytes() == whole.read_bytes()
-    assert left_beside(out) == ["whole.csv"]
+    assert left_beside(out) == ["stopped.csv.state.json", "whole.csv", "whole.csv.state.json"]
 
 
 def heeding() -> None:
@@ -123,34 +125,215 @@ def test_rows_beyond_the_last_sync_are_written_again(tmp_path: Path) -> None:
     assert [row["file"] for row in rows_of(out)] == [str(file) for file in files]
 
 
+@pytest.mark.parametrize("left", [None, b"", b"file,cla"])
+def test_a_table_whose_rows_are_gone_begins_anew(tmp_path: Path, left: bytes | None) -> None:
+    out, files = tmp_path / "t.csv", [Path("a"), Path("b")]
+    with PredictionTable(out, files, asked={}, top=1) as table:
+        table.add(files[0], [("x", 0.5)], None)
+    partial = tmp_path / "t.csv.partial"
+    partial.unlink()
+    if left is not None:
+        partial.write_bytes(left)
+    with PredictionTable(out, files, asked={}, top=1) as table:
+        assert table.rows == 0
+        for file in files:
+            table.add(file, [("x", 0.5)], None)
+        table.finish()
+    assert out.read_text() == "file,class,probability,error\na,x,0.5,\nb,x,0.5,\n"
+
+
+# In a process of its own, which has no threads: a copy of it is stopped at each line of the table's code in turn.
+STOPPED = """
+import json, os, pathlib, sys
+from dsimg import prediction_table
+out, overwrite, killed = pathlib.Path(sys.argv[1]), sys.argv[2] == "overwrite", sys.argv[3] == "killed"
+files = [pathlib.Path(name) for name in "abc"]
+os.fsync = lambda number: None  # only a power cut needs it
+if out.suffix == ".parquet":
+    import pyarrow.csv, pyarrow.parquet
+
+def write():
+    prediction_table.SYNC_SECONDS = -1
+    table = prediction_table.PredictionTable(out, files, asked={}, top=1, overwrite=overwrite)
+    if not overwrite and table.is_finished():
+        return
+    with table:
+        for file in files[table.rows:]:
+            table.add(file, [("x", 0.5)], None if file.name == "a" else "bad")
+        assert table.bad == 2, table.bad
+        table.finish()
+
+def in_a_copy(lines):
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    def trace(frame, event, arg):
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(("dsimg/prediction_table.py", "dsimg/run.py")):
+            return None
+        lines -= event == "line"
+        if not lines:
+            if killed:
+                os._exit(9)
+            raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try:
+        write()
+    except KeyboardInterrupt:
+        os._exit(9)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+found, lines, code = [], 1, 9
+while code == 9:
+    for path in out.parent.iterdir():
+        path.unlink()
+    if overwrite:
+        out.write_text("old")
+    code = in_a_copy(lines)
+    between = out.read_bytes().hex() if out.exists() else None
+    again = in_a_copy(-1)
+    found.append((code, between, again, out.read_bytes().hex()))
+    lines += 1
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("how", ["anew", "overwrite"])
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+@pytest.mark.parametrize("stopped", ["killed", "interrupted"])
+def test_stopped_at_any_line_the_same_command_makes_it_whole(tmp_path: Path, name: str, how: str, stopped: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow", reason="pip install pyarrow to run this one")
+    words = [sys.executable, "-c", STOPPED, str(tmp_path / name), how, stopped]
+    answer = subprocess.run(words, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert len(found) > 100
+    whole = found[-1][3]
+    if name.endswith(".csv"):
+        assert bytes.fromhex(whole) == b"file,class,probability,error\na,x,0.5,\nb,x,0.5,bad\nc,x,0.5,bad\n"
+    before = b"old".hex() if how == "overwrite" else None
+    for code, between, again, after in found:
+        assert code in (0, 9)
+        assert between in (before, whole)
+        assert again == 0
+        assert after == whole
+    assert left_beside(tmp_path / name) == [f"{name}.state.json"]
+
+
 def test_a_table_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
     out, files = tmp_path / "t.csv", [Path("a"), Path("b")]
     with PredictionTable(out, files, asked={"source": "s"}, top=1) as table:
         table.add(files[0], [("a", 0.5)], None)
     for other in ({"asked": {"source": "t"}}, {"files": [Path("a")]}, {"top": 2}):
         values = {"files": files, "asked": {"source": "s"}, "top": 1} | other
-        with pytest.raises(RunError, match=f"another {'source' if 'asked' in other else next(iter(other))}"):
-            PredictionTable(out, values["files"], asked=values["asked"], top=values["top"])
+        table = PredictionTable(out, values["files"], asked=values["asked"], top=values["top"])
+        words = f"another {'source' if 'asked' in other else next(iter(other))}. Replace it with --overwrite"
+        with pytest.raises(RunError, match=words), table:
+            pass
+    with PredictionTable(out, files, asked={"source": "t"}, top=1, overwrite=True) as table:
+        assert table.rows == 0
 
 
-def test_two_processes_do_not_write_one_table(tmp_path: Path) -> None:
-    out = tmp_path / "t.csv"
+def intruder(out: Path) -> str:
+    """What a second process says that begins the same table."""
     code = (
         "import sys, pathlib\nfrom dsimg.prediction_table import PredictionTable\n"
-        "PredictionTable(pathlib.Path(sys.argv[1]), [], asked={}, top=1)"
+        "with PredictionTable(pathlib.Path(sys.argv[1]), [], asked={}, top=1): print('in')"
     )
-    with PredictionTable(out, [], asked={}, top=1):
-        answer = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True)
-    assert "another process is writing" in answer.stderr
+    answer = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True)
+    return answer.stdout + answer.stderr
 
 
-def test_a_finished_table_stays_unless_it_is_to_be_replaced(run: Path, pictures: Path, tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "t.csv"
+    said: list[str] = []
+    read, replace = prediction_table.read_json, Path.replace
+
+    def reading(path: Path) -> dict[str, object]:
+        said.append(intruder(out))
+        return read(path)
+
+    def replacing(path: Path, target: Path) -> Path:
+        said.append(intruder(out))
+        return replace(path, target)
+
+    monkeypatch.setattr(prediction_table, "read_json", reading)
+    with PredictionTable(out, [], asked={}, top=1) as table:
+        said.append(intruder(out))
+        monkeypatch.setattr(Path, "replace", replacing)
+        table.finish()
+        monkeypatch.undo()
+        said.append(intruder(out))
+    assert len(said) > 3
+    for words in said:
+        assert f"another process is writing {out}" in words
+    assert "t.csv is there" in intruder(out)
+    assert left_beside(out) == ["t.csv.state.json"]
+
+
+def test_a_finished_table_stays_unless_it_is_to_be_replaced(
+    run: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, images = tmp_path / "t.csv", (pictures / "0000.png", pictures / "0001.png")
     out.write_text("mine\n")
-    predict(PredictConfig(source=run, images=(pictures / "0000.png",), out=out))
+    with pytest.raises(
+        RunError, match=r"t.csv is there, and may not be what is asked for. Replace it with --overwrite"
+    ):
+        predict(PredictConfig(source=run, images=images, out=out))
     assert out.read_text() == "mine\n"
-    predict(PredictConfig(source=run, images=(pictures / "0000.png",), out=out, overwrite=True))
-    assert len(rows_of(out)) == 1
+    predict(PredictConfig(source=run, images=images, out=out, overwrite=True))
+    assert len(rows_of(out)) == 2
+    before = out.stat()
+    capsys.readouterr()
+    predict(PredictConfig(source=run, images=images, out=out))
+    assert "t.csv is there, whole: nothing to do" in capsys.readouterr().out
+    other = write_run(tmp_path / "other").path
+    for name, config in {
+        "source": PredictConfig(source=other, images=images, out=out),
+        "files": PredictConfig(source=run, images=images[:1], out=out),
+        "top": PredictConfig(source=run, images=images, out=out, top=1),
+    }.items():
+        with pytest.raises(RunError, match=f"t.csv is there, made with another {name}. Replace it with --overwrite"):
+            predict(config)
+    assert out.stat() == before
+    out.write_text("mine\n")
+    with pytest.raises(RunError, match="may not be what is asked for"):
+        predict(PredictConfig(source=run, images=images, out=out))
+    assert out.read_text() == "mine\n"
+
+
+def test_a_table_is_replaced_at_the_end_and_counts_the_errors_of_all_its_rows(
+    run: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "t.csv"
+    out.write_text("old\n")
+    config = PredictConfig(source=run, images=(pictures,), out=out, overwrite=True)
+    add = PredictionTable.add
+
+    def some(table: PredictionTable, file: Path, classes: list[tuple[str, float]], error: str | None) -> None:
+        if file.name == "0300.png":
+            raise KeyboardInterrupt
+        add(table, file, classes, error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PredictionTable, "add", some)
+        with pytest.raises(KeyboardInterrupt):
+            predict(config)
+    assert out.read_text() == "old\n"
+    with pytest.raises(RunError, match="Replace it with --overwrite"):
+        predict(PredictConfig(source=run, images=(pictures,), out=out))
+    capsys.readouterr()
+    predict(config)
+    said = capsys.readouterr().out
+    assert "300 rows of" in said
+    assert "400, 100 of them now" in said
+    assert "8: see the column `error`" in said
+    assert len([row for row in rows_of(out) if row["error"]]) == 8
 
 
 @pytest.mark.parametrize(("name", "words"), [("t.txt", "ends in"), ("folder.csv", "is a folder")])
@@ -160,16 +343,33 @@ def test_where_no_table_can_be_is_said_at_once(tmp_path: Path, name: str, words:
         PredictConfig(source=tmp_path, images=(tmp_path,), out=tmp_path / name)
 
 
+NAMES = [
+    Path(os.fsdecode(b"a\xff.png")),
+    *(
+        Path(name)
+        for name in ('b\n"c",d.png', "\r.png", "e\rf.png", "g\r\nh.png", "'", " i ", ",", '"', "NA", "null", "nan")
+    ),
+]
+
+
+def write_names(out: Path) -> None:
+    with PredictionTable(out, NAMES, asked={}, top=2) as table:
+        for file in NAMES[1:]:
+            table.add(file, [(str(file), 1.0), ("x\udcff,y", 0.0)], None)
+        table.add(NAMES[0], [], "a \r b")
+        table.finish()
+
+
 def test_names_that_are_no_text_and_names_with_lines_are_kept_apart(tmp_path: Path) -> None:
     out = tmp_path / "t.csv"
-    files = [Path(os.fsdecode(b"a\xff.png")), Path('b\n"c",d.png')]
-    with PredictionTable(out, files, asked={}, top=1) as table:
-        for file in files:
-            table.add(file, [("x,y", 1.0)], None)
-        table.finish()
+    write_names(out)
     rows = rows_of(out)
-    assert [row["file"] for row in rows] == ["a\\udcff.png", 'b\n"c",d.png']
-    assert rows[1]["class"] == "x,y"
+    names = [str(name) for name in NAMES[1:]]
+    assert [row["file"] for row in rows] == [*names, "a\\udcff.png"]
+    assert [row["class"] for row in rows] == [*names, ""]
+    assert [row["class_2"] for row in rows] == [*["x\\udcff,y"] * len(names), ""]
+    assert [row["error"] for row in rows] == [*[""] * len(names), "a \r b"]
+    assert b"\r\n" not in out.read_bytes().replace(b"g\r\nh", b"")
 
 
 def test_parquet_holds_the_same(run: Path, pictures: Path, tmp_path: Path) -> None:
@@ -181,4 +381,16 @@ def test_parquet_holds_the_same(run: Path, pictures: Path, tmp_path: Path) -> No
     assert table[0]["probability"] > 0
     assert table[7]["class"] is None
     assert "not an image" in table[7]["error"]
-    assert left_beside(out) == []
+    assert left_beside(out) == ["t.parquet.state.json"]
+
+
+def test_parquet_has_null_only_where_there_is_nothing(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow to run this one")
+    out = tmp_path / "t.parquet"
+    write_names(out)
+    table = parquet.read_table(out).to_pydict()
+    names = [str(name) for name in NAMES[1:]]
+    assert table["file"] == [*names, "a\\udcff.png"]
+    assert table["class"] == [*names, None]
+    assert table["probability_2"] == [*[0.0] * len(names), None]
+    assert table["error"] == [*[None] * len(names), "a \r b"]
