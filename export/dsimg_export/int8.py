@@ -89,6 +89,11 @@ def prepare(source: Path, target: Path) -> None:
             if not node.name or node.name in seen:
                 node.name = f"{node.op_type}_{place}"
             seen.add(node.name)
+        # torch notes the shapes of weights too; the tools turn a Gemm's weight over, and then refuse its old shape.
+        weights = {tensor.name for tensor in model.graph.initializer}
+        kept = [value for value in model.graph.value_info if value.name not in weights]
+        del model.graph.value_info[:]
+        model.graph.value_info.extend(kept)
         onnx.save(model, target)
 
 

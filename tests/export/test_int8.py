@@ -122,6 +122,19 @@ def test_dynamic_int8_quantizes_matrix_products_and_no_convolutions(tmp_path, pr
     np.testing.assert_allclose(logits(target, images), expected, rtol=1e-5)
 
 
+def test_a_weight_whose_shape_the_file_notes_is_quantized_too(tmp_path):
+    model = onnx.load(write_network(tmp_path / "fp32.onnx"))
+    (head,) = (tensor for tensor in model.graph.initializer if tensor.name == "head.weight")
+    noted = onnx.helper.make_tensor_value_info(head.name, head.data_type, list(head.dims))
+    model.graph.value_info.append(noted)  # as torch's exporter does
+    onnx.save(model, tmp_path / "noted.onnx")
+    prepare(tmp_path / "noted.onnx", tmp_path / "prepared.onnx")
+    write_dynamic(tmp_path / "prepared.onnx", tmp_path / "int8.onnx")
+    images = noise(4, seed=3)
+    expected = logits(tmp_path / "fp32.onnx", images)
+    assert 0 < np.abs(logits(tmp_path / "int8.onnx", images) - expected).max() < 0.05 * np.abs(expected).max()
+
+
 def test_a_network_that_takes_pixels_normalises_them_in_float(tmp_path):
     preprocess = Preprocess.from_dict(
         {
