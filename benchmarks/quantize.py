@@ -12,7 +12,6 @@ are four times as slow in dsimg's, which leave out an optimiser that it counts o
 import argparse
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -87,8 +86,9 @@ def measure(source: Run, args: argparse.Namespace) -> None:
         )
     )
     preprocess = Preprocess.from_dict(source.model["preprocess"])
-    recorded = json.loads(ours.file("calibration").read_text())
-    calibration = [Path(recorded["folder"]) / file for file in recorded["files"]]
+    # The images that dsimg calibrates with, or would: dynamic int8 needs none.
+    samples = find_samples(source, args.data, calibration_images=args.calibration_images, seed=0)
+    calibration = [samples.calibration.folder / file for file in samples.calibration.files]
 
     def images() -> Iterator[NDArray[Any]]:
         for file in calibration:
@@ -109,10 +109,9 @@ def measure(source: Run, args: argparse.Namespace) -> None:
         name: open_session(file, threads=args.threads) if name in own else open_plainly(file, args.threads)
         for name, file in files.items()
     }
-    split = find_samples(source, args.data, calibration_images=args.calibration_images, seed=0).validation
     found = evaluate_sessions(
         {name: answers_of(session, preprocess) for name, session in sessions.items()},
-        split=split,
+        split=samples.validation,
         preprocess=preprocess,
         classes=source.model["classes"],
     )
