@@ -160,7 +160,6 @@ def damage(live, count, seed):
                 connection.sendall(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % length + body)
                 if where == 3:  # the client goes in the middle
                     continue
-                connection.shutdown(socket.SHUT_WR)
                 answer = connection.recv(200)
         except OSError:
             statuses.append(0)
