@@ -69,12 +69,11 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 """,
     "litserve": """
 import litserve
-from fastapi import Request
 class API(litserve.LitAPI):
     def setup(self, device):
         pass
-    async def decode_request(self, request: Request):
-        return prepare(await request.body())
+    def decode_request(self, request):
+        return prepare(request["image"].file.read())
     def batch(self, inputs):
         return np.stack(inputs)
     def predict(self, images):
@@ -84,7 +83,7 @@ class API(litserve.LitAPI):
     def encode_response(self, logits):
         return {"classes": best(logits)}
 if __name__ == "__main__":
-    server = litserve.LitServer(API(max_batch_size=8, batch_timeout=0.002, enable_async=False), accelerator="cpu")
+    server = litserve.LitServer(API(max_batch_size=8, batch_timeout=0.002), accelerator="cpu")
     server.run(port=int(sys.argv[1]), log_level="error", generate_client_file=False)
 """,
     "bentoml": """
@@ -209,13 +208,13 @@ async def load(port: int, images: Sequence[bytes], *, clients: int, seconds: flo
 def ceiling(served: Served, images: Sequence[bytes], *, seconds: float, threads: int) -> float:
     """Return images a second without HTTP: each thread decodes 8, runs them, and goes on."""
     preprocess = served.preprocess
-    fast = all(importlib.util.find_spec(name) for name in ("simplejpeg", "cykooz.resizer"))
+    fast = all(importlib.util.find_spec(name) is not None for name in ("simplejpeg", "cykooz_resizer"))
 
     def prepare(data: bytes) -> Any:
         if not fast:
             return resize_and_crop(decode(data), preprocess)
         simplejpeg: Any = importlib.import_module("simplejpeg")
-        resizer: Any = importlib.import_module("cykooz.resizer")
+        resizer: Any = importlib.import_module("cykooz_resizer")
         pixels = simplejpeg.decode_jpeg(data)
         height, width, _ = pixels.shape
         _, side, _ = preprocess.input_size
@@ -227,7 +226,7 @@ def ceiling(served: Served, images: Sequence[bytes], *, seconds: float, threads:
         way = resizer.ResizeAlg.convolution(resizer.FilterType.bilinear)
         options = resizer.ResizeOptions(resize_alg=way, crop_box=box)
         resizer.Resizer().resize(resizer.ImageData(width, height, pixel, pixels.tobytes()), target, options)
-        return np.frombuffer(target.buffer, np.uint8).reshape(side, side, 3)
+        return np.frombuffer(target.get_buffer(), np.uint8).reshape(side, side, 3)
 
     done = [0] * threads
     end = time.monotonic() + seconds
@@ -290,7 +289,7 @@ def servers(source: Run, names: Sequence[str], folder: Path) -> Iterator[list[Pr
                 command = [sys.executable, str(script), str(port)]
                 if name == "bentoml":
                     command = [sys.executable, "-m", "bentoml", "serve", f"{name}_server:Classifier", "-p", str(port)]
-            started.append(Process(name, command, port, form=name == "bentoml", cwd=folder))
+            started.append(Process(name, command, port, form=name in ("litserve", "bentoml"), cwd=folder))
         yield started
     finally:
         for server in started:

@@ -411,7 +411,10 @@ def _bind(host: str, port: int) -> socket.socket:
     Who connects before the server is ready waits.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # What is accepted inherits it. Head and body of an answer are two writes, and the second would wait 40 ms for the
+    # client's acknowledgement of the first.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

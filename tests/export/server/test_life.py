@@ -319,3 +319,17 @@ def test_localhost_is_not_open_to_others(run):
     with Process("--source", run, "--host", "localhost") as server:
         assert server.port is not None
         assert "api_key_file" not in "".join(server.lines)
+
+
+def test_answers_on_one_connection_wait_for_no_acknowledgement(run):
+    data, waits = encoded_pictures()[0], []
+    with (
+        Process("--source", run) as server,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)) as connection,
+    ):
+        for _ in range(30):
+            start = time.monotonic()
+            connection.request("POST", "/predict", data)
+            assert connection.getresponse().read()
+            waits.append(time.monotonic() - start)
+    assert sorted(waits)[10] < 0.035  # 40 ms more, each, without TCP_NODELAY
