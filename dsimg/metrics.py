@@ -47,6 +47,16 @@ def top_k(logits: FloatArray, k: int) -> npt.NDArray[np.int64]:
     return ids
 
 
+def best_classes(logits: FloatArray, k: int) -> list[tuple[int, float]] | None:
+    """logits: (C,) -> the best k classes with their probabilities, best first; None where a logit is not finite."""
+    exact = logits.astype(np.float64)
+    if not np.isfinite(exact).all():
+        return None
+    shares = np.exp(exact - exact.max())
+    shares /= shares.sum()
+    return [(int(best), float(shares[best])) for best in top_k(exact[None], k)[0]]
+
+
 def evaluation_report(*, labels: IntArray, top: IntArray, losses: FloatArray, classes: Sequence[str]) -> dict[str, Any]:
     """Return the evaluation as a dict that JSON can hold (no NaN).
 

@@ -171,13 +171,10 @@ def predictions(answer: Answer, files: Sequence[Path], *, run: Run, top: int) ->
 
 
 def _of(file: Path, logits: NDArray[np.float32], classes: Sequence[str], top: int) -> Prediction:
-    exact = logits.astype(np.float64)
-    if not np.isfinite(exact).all():
+    best = metrics.best_classes(logits, top)
+    if best is None:
         return Prediction(file, (), NOT_FINITE)
-    shares = np.exp(exact - exact.max())
-    shares /= shares.sum()
-    best = metrics.top_k(exact[None], top)[0]
-    return Prediction(file, tuple((classes[k], float(shares[k])) for k in best))
+    return Prediction(file, tuple((classes[k], share) for k, share in best))
 
 
 def _answer(run: Run, config: PredictConfig) -> Answer:

@@ -40,10 +40,15 @@ def logits_of(
     A file whose answers depend on the batch is given one image at a time.
     """
     images = pixels if takes_pixels(session) else normalise(pixels, preprocess)
-    size = 1 if DEPENDS_ON_BATCH in session.get_modelmeta().custom_metadata_map else max(len(images), 1)
+    size = 1 if depends_on_batch(session) else max(len(images), 1)
     parts = [images[start : start + size] for start in range(0, len(images), size)] or [images]
     answers: list[NDArray[np.float32]] = [session.run([OUTPUT], {INPUT: part})[0] for part in parts]
     return np.concatenate(answers)
+
+
+def depends_on_batch(session: onnxruntime.InferenceSession) -> bool:
+    """Tell whether an image's answer depends on its neighbours in a batch, as dynamic int8 has it."""
+    return DEPENDS_ON_BATCH in session.get_modelmeta().custom_metadata_map
 
 
 def role_here(run: Run, provider: Provider = "cpu") -> str:

@@ -9,6 +9,7 @@ import pytest
 from dsimg.metrics import (
     NO_CLASS,
     accuracy_text,
+    best_classes,
     compared_text,
     evaluation_report,
     mcnemar,
@@ -184,3 +185,13 @@ def test_shares_and_comparisons_in_words():
 def test_metrics_does_not_load_torch():
     code = "import sys, dsimg.metrics; assert not {'torch', 'torchvision'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_best_classes_have_the_softmax_s_probabilities() -> None:
+    logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
+    shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
+    found = best_classes(logits, 3)
+    assert found is not None
+    assert [k for k, _ in found] == [1, 2, 3]
+    np.testing.assert_allclose([share for _, share in found], shares[[1, 2, 3]], rtol=1e-12)
+    assert best_classes(np.array([1.0, np.nan]), 1) is None

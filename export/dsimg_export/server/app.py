@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 import dsimg
 from dsimg.errors import ImageError
-from dsimg.metrics import top_k
+from dsimg.metrics import best_classes
 from dsimg_export.server import pages, protocol
 from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
@@ -45,8 +45,8 @@ SECURITY = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'",
 }
-# Asked by orchestrators, which have no key, and by browsers, whose page asks its reader for one.
 NO_ROUTE = "none"
+# Asked by orchestrators, which have no key, and by browsers, whose page asks its reader for one.
 OPEN = ("/v2/health/live", "/v2/health/ready", *pages.PAGES, NO_ROUTE)
 
 
@@ -384,17 +384,13 @@ def _row(
     if upload.name is not None:
         said["name"] = upload.name
     reason = upload.error or (row if isinstance(row, str) else None)
-    if reason is None:
-        logits = np.asarray(row, np.float64)
-        if np.isfinite(logits).all():
-            shares = np.exp(logits - logits.max())
-            shares /= shares.sum()
-            best = top_k(logits[None], top)[0]
-            server.telemetry.confidence.labels(model.name).observe(float(shares.max()))
-            found = [{"class": model.classes[k], "index": int(k), "probability": float(shares[k])} for k in best]
-            return {**said, "classes": found}
-        reason = NOT_FINITE
-    return {**said, "error": reason}
+    if reason is not None or isinstance(row, str):
+        return {**said, "error": reason}
+    best = best_classes(row, top)
+    if best is None:
+        return {**said, "error": NOT_FINITE}
+    server.telemetry.confidence.labels(model.name).observe(best[0][1])
+    return {**said, "classes": [{"class": model.classes[k], "index": k, "probability": share} for k, share in best]}
 
 
 async def models(server: Server, request: Request, stages: dict[str, float]) -> Response:

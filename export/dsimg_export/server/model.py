@@ -19,8 +19,7 @@ from dsimg.run import Run, sha256
 from dsimg.runtime import Provider
 from dsimg.show import ancestry
 from dsimg_export.golden import read_golden
-from dsimg_export.onnx_file import DEPENDS_ON_BATCH
-from dsimg_export.served import Served, open_served
+from dsimg_export.served import Served, depends_on_batch, open_served
 from dsimg_export.server.batcher import Batcher, Timing, learn
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
@@ -102,16 +101,13 @@ class Model:
     def __init__(self, name: str, served: Served, plan: Plan, *, observe: Callable[[int, float], None]) -> None:
         self.name, self.served, self.plan = name, served, plan
         self.version = sha256(served.run.path / "run.json")[:12]
-        self.loaded = time.time()
         self.takes_pixels = takes_pixels(served.session)
         self.card = _card(served, name=name, version=self.version, provider=plan.provider)
         self._users = 0  # requests that have this model in hand
         self._unused = asyncio.Event()
-        # Dynamic int8: an image's answer would depend on its neighbours.
-        alone = DEPENDS_ON_BATCH in served.session.get_modelmeta().custom_metadata_map
         self.batcher = Batcher(
             self._network,
-            max_batch=1 if alone else plan.max_batch,
+            max_batch=1 if depends_on_batch(served.session) else plan.max_batch,
             max_delay=plan.max_delay,
             max_queue=plan.max_queue,
             workers=plan.workers,

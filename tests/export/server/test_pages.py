@@ -9,19 +9,8 @@ import pytest
 
 from dsimg_export.server.app import build_app
 from dsimg_export.server.pages import PAGES, docs_page
-from tests.export.golden_runs import encoded_pictures, write_golden_run
+from tests.export.golden_runs import encoded_pictures
 from tests.export.server.live import serving
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_golden_run(tmp_path_factory.mktemp("served") / "digits")
-
-
-@pytest.fixture(scope="module")
-def live(run):
-    with serving(run.path) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

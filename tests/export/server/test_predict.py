@@ -14,17 +14,6 @@ from tests.export.golden_runs import encoded_pictures, picture, write_golden_run
 from tests.export.server.live import serving
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_golden_run(tmp_path_factory.mktemp("served") / "digits")
-
-
-@pytest.fixture(scope="module")
-def live(run):
-    with serving(run.path) as found:
-        yield found
-
-
 def expected(run, data):
     """Return the classes and probabilities that evaluation's own steps give."""
     served = open_served(run)

@@ -12,19 +12,7 @@ from tritonclient.utils import InferenceServerException
 
 from dsimg.preprocess import Preprocess, preprocess_image
 from tests.export.files import noise
-from tests.export.golden_runs import encoded_pictures, write_golden_run
-from tests.export.server.live import serving
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_golden_run(tmp_path_factory.mktemp("served") / "digits")
-
-
-@pytest.fixture(scope="module")
-def live(run):
-    with serving(run.path) as found:
-        yield found
+from tests.export.golden_runs import encoded_pictures
 
 
 @pytest.fixture
