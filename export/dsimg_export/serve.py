@@ -28,10 +28,11 @@ from dsimg.errors import ConfigError, RunError
 from dsimg.machine import all_cores
 from dsimg.preprocess import MAX_PIXELS
 from dsimg.runtime import Provider, require_onnxruntime
-from dsimg_export.server.app import Limits, Server, build_app
+from dsimg_export.server.app import build_app
 from dsimg_export.server.connection import bounded_protocol
 from dsimg_export.server.model import Decoder, Model, Plan, load
 from dsimg_export.server.reload import hash_of, watch
+from dsimg_export.server.state import Limits, Server
 from dsimg_export.server.tune import MOST_SECONDS, Load, Setting, parse_goal, settings, tune
 from dsimg_export.verify import VerifyConfig, verify
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from dsimg_export.server.app import Server, unrouted
+from dsimg_export.server.app import unrouted
 from dsimg_export.server.errors import HttpError
+from dsimg_export.server.state import Server
 
 HEAD_BYTES = 2**16  # of the request's line and its headers together
 PIPELINED = 16  # requests that may wait for the answer to the one before

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dsimg.errors import DsimgError
 from dsimg.run import sha256
-from dsimg_export.server.app import Server
 from dsimg_export.server.model import Model
+from dsimg_export.server.state import Server
 
 SECONDS = 2.0  # between two looks at a folder
 

@@ -13,7 +13,8 @@ from typing import Any
 import uvicorn
 
 from dsimg_export.serve import ServeConfig, http_options, open_server
-from dsimg_export.server.app import Server, build_app
+from dsimg_export.server.app import build_app
+from dsimg_export.server.state import Server
 
 
 @dataclass

@@ -1,0 +1,111 @@
+"""From a request's images to their logits: admitted or refused at once, decoded beside the network, ended where the
+client goes."""
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from starlette.requests import Request
+
+from dsimg.errors import ImageError
+from dsimg_export.server.batcher import Timing
+from dsimg_export.server.errors import HttpError, RefusedError
+from dsimg_export.server.model import Model
+from dsimg_export.server.state import Limits, Server
+
+T = TypeVar("T")
+
+
+def deadline_of(request: Request, limits: Limits) -> float:
+    """Return when an answer is due, of `time.monotonic`, for a request whose body is there.
+
+    The client may ask for less time, by X-Request-Timeout in seconds, not for more.
+    """
+    seconds = limits.deadline
+    text = request.headers.get("x-request-timeout")
+    if text is not None:
+        try:
+            asked = float(text)
+        except ValueError:
+            asked = math.nan
+        if not asked > 0:
+            raise HttpError(400, "X-Request-Timeout is a number of seconds above 0.", kind="request")
+        seconds = min(seconds, asked)
+    return time.monotonic() + seconds
+
+
+async def classify(
+    server: Server,
+    model: Model,
+    files: Sequence[bytes],
+    stages: dict[str, float],
+    deadline: float,
+    request: Request,
+) -> tuple[list[NDArray[np.float32] | str], Timing]:
+    """Return the logits (C,) of each image file, or why it has none. Raises RefusedError, HttpError."""
+    admit(server, model, len(files), deadline)
+    return await unless_gone(request, _classify(server, model, files, stages, deadline))
+
+
+async def _classify(
+    server: Server, model: Model, files: Sequence[bytes], stages: dict[str, float], deadline: float
+) -> tuple[list[NDArray[np.float32] | str], Timing]:
+    began = time.monotonic()
+    decoded = await server.decoder.decode(files, model, deadline=deadline)
+    stages["decode"] = time.monotonic() - began
+    readable = [one for one in decoded if not isinstance(one, ImageError)]
+    timing = Timing()
+    logits: list[NDArray[np.float32]] = []
+    if readable:
+        found, timing = await model.logits(readable, deadline=deadline)
+        logits = list(found)
+        stages.update(queue=timing.queue, infer=timing.infer)
+    for stage, seconds in stages.items():
+        server.telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
+    outcomes = server.telemetry.images
+    outcomes.labels(model.name, "answered").inc(len(readable))
+    outcomes.labels(model.name, "bad").inc(len(decoded) - len(readable))
+    rest = iter(logits)
+    return [str(one) if isinstance(one, ImageError) else next(rest) for one in decoded], timing
+
+
+def admit(server: Server, model: Model, images: int, deadline: float) -> None:
+    """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them.
+
+    Where nothing else is in hand they are tried, for what they take may have changed.
+    """
+    if not server.loaded:
+        raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
+    waiting = server.decoder.waiting
+    if waiting and waiting + images > model.plan.max_queue:
+        raise RefusedError("Exceeds maximum queue size", kind="queue", retry_after=server.decoder.wait_for(0))
+    # Decoding and the network run beside each other: the slower one sets the pace.
+    slower = max(server.decoder.wait_for(images), model.batcher.wait_for(waiting + images))
+    expected = slower + model.batcher.seconds_per_image
+    if (waiting or model.batcher.busy) and time.monotonic() + expected > deadline:
+        raise RefusedError(
+            f"cannot be answered in time: about {expected:.2f} s are needed", kind="deadline", retry_after=expected
+        )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` gives; end it where the client goes. Raises HttpError then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise HttpError(499, "the client is gone.", kind="gone", close=True)
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
