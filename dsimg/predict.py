@@ -8,7 +8,9 @@ A run with an ONNX file is asked through ONNX Runtime, on a host that may have n
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from dsimg_export.measuring import Answer
 from dsimg_export.reading import read_batches
 
 BATCH = 32
+CALLERS = 4  # batches in the network at once, each with its own memory there: 0.4 GB for a ResNet-50 in fp32
+PROGRESS_SECONDS = 0.1  # between two changes of the live line, which cost as much as some small images
 NOT_FINITE = "the network gave NaN or infinity; run `dsimg verify` on the run"
 
 
@@ -51,7 +55,7 @@ class PredictConfig:
     overwrite: bool = False
     """Replace what is in --out, once the new table is whole."""
     threads: int | None = None
-    """Threads of ONNX Runtime's session. Default: one a core."""
+    """Threads of ONNX Runtime's session and of its callers. Default: one a core."""
     provider: Provider = "cpu"
     """Where ONNX Runtime runs the file; one that is not there is an error."""
 
@@ -93,10 +97,10 @@ def predict(config: PredictConfig) -> list[Prediction]:
     if config.out is not None:
         _write_table(config.out, files, run=run, config=config)
         return []
-    answer = _answer(run, config)
+    answer, callers = _answer(run, config, len(files))
     terminal = cli.context().terminal
     found: list[Prediction] = []
-    for one in predictions(answer, files, run=run, top=config.top):
+    for one in predictions(answer, files, run=run, top=config.top, callers=callers):
         found.append(one)
         if config.json:
             terminal.data(json.dumps(one.as_dict()))
@@ -126,14 +130,16 @@ def _write_table(out: Path, files: Sequence[Path], *, run: Run, config: PredictC
     if not config.overwrite and table.is_finished():
         terminal.say(f"{out} is there, whole: nothing to do. --overwrite makes it again.")
         return
-    answer, begun = _answer(run, config), time.monotonic()
+    answer, callers = _answer(run, config, len(files))
+    begun = told = time.monotonic()
     with table:
         first = table.rows
         if first:
             terminal.say(f"{first:,} rows of {out} are there; going on")
-        for one in predictions(answer, files[first:], run=run, top=table.top):
+        for one in predictions(answer, files[first:], run=run, top=table.top, callers=callers):
             table.add(one.file, one.classes, one.error)
-            if table.rows % BATCH == 0 or table.rows == len(files):
+            if time.monotonic() - told > PROGRESS_SECONDS or table.rows == len(files):
+                told = time.monotonic()
                 terminal.progress(_progress_text(table.rows, len(files), (table.rows - first), begun))
         table.finish()
     terminal.stop_live()
@@ -152,39 +158,71 @@ def _progress_text(done: int, total: int, now: int, begun: float) -> str:
     return f"{done:,} of {total:,} images  {done / total:.0%}  {rate:,.0f} images/s  ETA {left // 60}:{left % 60:02}"
 
 
-def predictions(answer: Answer, files: Sequence[Path], *, run: Run, top: int) -> Iterator[Prediction]:
-    """Yield what is said of each file, in their order. answer: pixels (N, H, W, 3) -> logits (N, C)."""
+def predictions(
+    answer: Answer, files: Sequence[Path], *, run: Run, top: int, callers: int = 1
+) -> Iterator[Prediction]:
+    """Yield what is said of each file, in their order. answer: pixels (N, H, W, 3) -> logits (N, C).
+
+    callers: threads that call `answer`, with a batch each.
+    """
     preprocess, classes = Preprocess.from_dict(run.model["preprocess"]), run.model["classes"]
+
+    def said(places: NDArray[np.int64], pixels: NDArray[np.uint8], reasons: dict[int, str]) -> dict[int, Prediction]:
+        found = {place: Prediction(files[place], (), reason) for place, reason in reasons.items()}
+        if len(places):
+            for place, best in zip(places.tolist(), best_of_each(answer(pixels), top), strict=True):
+                named = () if best is None else tuple((classes[k], share) for k, share in best)
+                found[place] = Prediction(files[place], named, NOT_FINITE if best is None else None)
+        return found
+
     done: dict[int, Prediction] = {}
     following = 0
-    for places, pixels, reasons in read_batches(files, preprocess, batch_size=BATCH):
-        for place, reason in reasons.items():
-            done[place] = Prediction(files[place], (), reason)
-        if len(places):
-            logits = answer(pixels)
-            done |= {place: _of(files[place], row, classes, top) for place, row in zip(places, logits, strict=True)}
-        while following in done:
-            yield done.pop(following)
-            following += 1
+    waiting: deque[Future[dict[int, Prediction]]] = deque()
+    batches = read_batches(files, preprocess, batch_size=BATCH)
+    with ThreadPoolExecutor(callers, thread_name_prefix="answer") as pool:
+        try:
+            while True:
+                batch = next(batches, None)
+                if batch is not None:
+                    waiting.append(pool.submit(said, *batch))
+                while waiting and (batch is None or len(waiting) > callers):
+                    done |= waiting.popleft().result()
+                while following in done:
+                    yield done.pop(following)
+                    following += 1
+                if batch is None:
+                    break
+        finally:
+            for future in waiting:
+                future.cancel()
     assert not done
     assert following == len(files)
 
 
-def _of(file: Path, logits: NDArray[np.float32], classes: Sequence[str], top: int) -> Prediction:
-    best = metrics.best_classes(logits, top)
-    if best is None:
-        return Prediction(file, (), NOT_FINITE)
-    return Prediction(file, tuple((classes[k], share) for k, share in best))
+def best_of_each(logits: NDArray[np.float32], top: int) -> list[list[tuple[int, float]] | None]:
+    """logits: (N, C) -> what `metrics.best_classes` says of each row, to the bit, in a fifth of the time."""
+    finite = np.isfinite(logits).all(axis=1)
+    exact = logits[finite].astype(np.float64)
+    shares = np.exp(exact - exact.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    ids = metrics.top_k(exact, top)
+    best = np.take_along_axis(shares, ids, axis=1)
+    rows = (list(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True))
+    return [next(rows) if good else None for good in finite.tolist()]
 
 
-def _answer(run: Run, config: PredictConfig) -> Answer:
+def _answer(run: Run, config: PredictConfig, count: int) -> tuple[Answer, int]:
+    """Return the network of a run, and from how many threads it is to be called for so many images."""
     if choose_runtime(run, threads=config.threads, provider=config.provider) == "onnxruntime":
         from dsimg_export.served import open_served
 
-        return open_served(run, threads=config.threads or all_cores(), provider=config.provider).logits
+        threads = config.threads or all_cores()
+        # The session's threads wait for one another after each operator, its callers never do.
+        callers = min(CALLERS, threads, -(-count // BATCH)) if config.provider == "cpu" else 1
+        return open_served(run, threads=threads - callers + 1, provider=config.provider).logits, callers
     from dsimg.predict_network import network_answer
 
-    return network_answer(run)
+    return network_answer(run), 1
 
 
 def _rows(found: Sequence[Prediction]) -> list[tuple[str, str, str]]:

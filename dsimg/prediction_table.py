@@ -14,7 +14,6 @@ import glob
 import hashlib
 import importlib
 import importlib.util
-import io
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,16 @@ def check_table(path: Path) -> None:
         raise ConfigError(f"--out {path} is a folder. Give the name of a table in it: {path / 'predictions.csv'}.")
     if path.suffix.lower() == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"--out {path} needs pyarrow: pip install pyarrow, or write a .csv.")
+
+
+class _Given:
+    """What gives a writer of lines back what it writes."""
+
+    def write(self, text: str) -> str:
+        return text
+
+
+_LINES = csv.writer(_Given(), lineterminator="\r\n")  # it quotes the line ends that it writes, no others
 
 
 @dataclass(frozen=True)
@@ -92,9 +101,7 @@ class PredictionTable:
         size = self._write([str(file), *cells, *[""] * (2 * self.top - len(cells)), error or ""])
         state = self._state
         # All of it at once, for Ctrl-C may come between any two lines.
-        self._state = dataclasses.replace(
-            state, rows=state.rows + 1, bytes=state.bytes + size, bad=state.bad + (error is not None)
-        )
+        self._state = _State(state.asked, state.rows + 1, state.bytes + size, state.bad + (error is not None))
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self.sync()
 
@@ -209,9 +216,8 @@ class PredictionTable:
 
     def _write(self, cells: Sequence[str]) -> int:
         """Write a line, and return its bytes. Text that is none, in names of files for one, gets backslashes."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\r\n").writerow(cells)  # it quotes the line ends that it writes, no others
-        line = (text.getvalue().removesuffix("\r\n") + "\n").encode("utf-8", "backslashreplace")
+        text: str = _LINES.writerow(cells)
+        line = (text.removesuffix("\r\n") + "\n").encode("utf-8", "backslashreplace")
         try:
             self._file.write(line)
         except OSError as error:

@@ -115,7 +115,22 @@ def read_pixels(files: Sequence[Path], preprocess: Preprocess) -> tuple[NDArray[
     return images, reasons
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """A picture, RGB and upright, and how its file had it."""
+
+    image: Image.Image
+    format: str  # Pillow's name: JPEG, PNG, ...
+    mode: str  # Pillow's name: RGB, L, CMYK, P, I;16, ...
+    rotated: bool  # by EXIF, or mirrored
+
+
 def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return the picture in a file's bytes, as `decode_file` does."""
+    return decode_file(data, max_pixels=max_pixels).image
+
+
+def decode_file(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
     """Return the picture in a file's bytes: RGB, upright, transparent parts on white, the first frame.
 
     The bytes decide the format, never a name. 16-bit grey is scaled to 8 bits. Float pixels are taken to lie
@@ -141,9 +156,14 @@ def decode(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise ImageError(f"too many pixels: {size} is above the limit of {max_pixels:,}; save a smaller copy")
     try:
         image.load()  # once: after a failed load() the next one gives a black picture
-        orientation = _orientation(image)
-        image = _rgb(image)
-        return image.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else image
+        turn = TRANSPOSE.get(_orientation(image))
+        picture = _rgb(image)
+        return Decoded(
+            image=picture if turn is None else picture.transpose(turn),
+            format=image.format or "",
+            mode=image.mode,
+            rotated=turn is not None,
+        )
     except ImageError:
         raise
     except Exception as error:

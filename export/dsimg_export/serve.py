@@ -60,6 +60,9 @@ class ServeConfig:
     """Calls of a network at a time. Default: the cores over --threads; on a GPU 1."""
     threads: int = 1
     """Threads of ONNX Runtime in each call."""
+    lone_threads: int | None = None
+    """Threads of a call beside which nothing runs or waits; for it the network is in memory a second time. Default: one
+    a core; not on a GPU, nor where --threads are as many."""
     decode_threads: int | None = None
     """Threads that decode images, beside the calls. Default: one a core."""
     max_batch: int = 8
@@ -115,6 +118,7 @@ class ServeConfig:
         for name in (
             "workers",
             "threads",
+            "lone_threads",
             "decode_threads",
             "max_batch",
             "max_queue",
@@ -201,7 +205,8 @@ def _serve(config: ServeConfig) -> None:
         url=url,
         beside=beside,
     )
-    asyncio.run(answering.serve(sockets=[listener]))
+    with asyncio.Runner(loop_factory=answering.config.get_loop_factory()) as runner:  # uvloop where it is there
+        runner.run(answering.serve(sockets=[listener]))
     if answering.cut_off:
         terminal.say(f"requests that were accepted and cut off: {answering.cut_off}.")
         raise SystemExit(1)
@@ -250,7 +255,12 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
 
     def load_with(plan: Plan) -> Model:
         measured.append(plan)
-        return load(path, "tuned", plan, observe=lambda images, seconds: None)
+        return load(
+            path,
+            "tuned",
+            replace(plan, lone_threads=_lone_threads(config)),
+            observe=lambda images, seconds: None,
+        )
 
     terminal.say(f"measuring at most {len(tried)} settings, for about {MOST_SECONDS / 60:g} minutes")
     found = tune(goal, tried, load=load_with, max_pixels=config.max_pixels, say=say)
@@ -290,11 +300,16 @@ def _plan(config: ServeConfig) -> Plan:
     return Plan(
         workers=config.workers or (max(1, all_cores() // config.threads) if config.provider == "cpu" else 1),
         threads=config.threads,
+        lone_threads=_lone_threads(config),
         max_batch=config.max_batch,
         max_delay=config.delay_ms / 1000,
         max_queue=config.max_queue,
         provider=config.provider,
     )
+
+
+def _lone_threads(config: ServeConfig) -> int | None:
+    return config.lone_threads or (all_cores() if config.provider == "cpu" else None)
 
 
 def _named(sources: Sequence[Path]) -> dict[str, Path]:
@@ -478,7 +493,9 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
         ],
         (
             "threads",
-            f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each, {decoder.threads} decode",
+            f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each"
+            + ("" if plan.lone_threads in (None, plan.threads) else f", a lone one with {plan.lone_threads}")
+            + f", {decoder.threads} decode",
         ),
         (
             "batches",

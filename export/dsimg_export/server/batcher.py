@@ -5,6 +5,7 @@ is counted is images, not requests. Runs in one event loop; the network runs in 
 """
 
 import asyncio
+import functools
 import math
 import time
 from collections import deque
@@ -74,14 +75,16 @@ class _Image:
 class Batcher:
     """Gathers images for a network.
 
-    network: (N, ...) -> logits (N, C), called in `workers` threads at a time. max_batch: images a call. max_delay:
-    seconds that the oldest image waits at most for others. max_queue: images that wait at most.
+    network: (N, ...) -> logits (N, C), called in `workers` threads at a time. lone_network: called in its place where
+    nothing else runs or waits. max_batch: images a call. max_delay: seconds that the oldest image waits at most for
+    others. max_queue: images that wait at most.
     """
 
     def __init__(
         self,
         network: Network,
         *,
+        lone_network: Network | None = None,
         max_batch: int,
         max_delay: float = 0.0,
         max_queue: int = 256,
@@ -91,7 +94,8 @@ class Batcher:
     ) -> None:
         self.max_batch, self.max_delay, self.max_queue = max_batch, max_delay, max_queue
         self.workers = workers
-        self._network, self._observe = network, observe
+        self.network, self.lone_network = network, lone_network
+        self._observe = observe
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="infer")
         self._queue: deque[_Image] = deque()
         self._running = 0  # batches
@@ -179,34 +183,21 @@ class Batcher:
                 self._timer = loop.call_later(due - now, self._dispatch)
                 return
             batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
+            network = self.network if self.busy or self.lone_network is None else self.lone_network
             self._running += 1
-            task = loop.run_in_executor(self._pool, self._run, [image.pixels for image in batch])
-            task.add_done_callback(lambda done, batch=batch, now=now: self._finish(batch, now, done))  # type: ignore[misc]
+            task = loop.run_in_executor(self._pool, _run, network, [image.pixels for image in batch])
+            task.add_done_callback(functools.partial(self._finish, batch, now, network))
         if self._idle is not None and not self.busy:
             self._idle.set()
 
-    def _run(self, images: list[NDArray[Any]]) -> tuple[list[NDArray[np.float32] | BaseException], float]:
-        """Return the logits of each image, or why there are none; and the seconds. In a worker's thread."""
-        start = time.monotonic()
-        rows: list[NDArray[np.float32] | BaseException]
-        try:
-            rows = list(self._network(np.stack(images)))
-        except Exception as error:
-            rows = [error] if len(images) == 1 else [self._alone(image) for image in images]
-        return rows, time.monotonic() - start
-
-    def _alone(self, image: NDArray[Any]) -> NDArray[np.float32] | BaseException:
-        """Run one image of a batch that failed: its neighbours are to be answered."""
-        try:
-            row: NDArray[np.float32] = self._network(image[None])[0]
-            return row
-        except Exception as error:
-            return error
-
-    def _finish(self, batch: list[_Image], started: float, done: "asyncio.Future[Any]") -> None:
+    def _finish(self, batch: list[_Image], started: float, network: Network, done: "asyncio.Future[Any]") -> None:
         self._running -= 1
         rows, seconds = done.result()
-        self.seconds_per_image = learn(self.seconds_per_image, seconds / len(batch))
+        known, taken = self.seconds_per_image, seconds / len(batch)
+        if network is self.network:
+            self.seconds_per_image = learn(known, taken)
+        else:  # with all cores to itself: no network that shares them takes more than their number of times as long
+            self.seconds_per_image = min(known, learn(known, taken * self.workers))
         self._observe(len(batch), seconds)
         did = self.done
         did.last, did.images, did.batches = time.time(), did.images + len(batch), did.batches + 1
@@ -227,3 +218,23 @@ class Batcher:
             if not request.waiting:
                 request.future.set_result(None)
         self._dispatch()
+
+
+def _run(network: Network, images: list[NDArray[Any]]) -> tuple[list[NDArray[np.float32] | BaseException], float]:
+    """Return the logits of each image, or why there are none; and the seconds. In a worker's thread."""
+    start = time.monotonic()
+    rows: list[NDArray[np.float32] | BaseException]
+    try:
+        rows = list(network(np.stack(images)))
+    except Exception as error:
+        rows = [error] if len(images) == 1 else [_alone(network, image) for image in images]
+    return rows, time.monotonic() - start
+
+
+def _alone(network: Network, image: NDArray[Any]) -> NDArray[np.float32] | BaseException:
+    """Run one image of a batch that failed: its neighbours are to be answered."""
+    try:
+        row: NDArray[np.float32] = network(image[None])[0]
+        return row
+    except Exception as error:
+        return error

@@ -57,7 +57,11 @@ async def _classify(
     began = time.monotonic()
     decoded = await server.decoder.decode(files, model, deadline=deadline)
     stages["decode"] = time.monotonic() - began
-    readable = [one for one in decoded if not isinstance(one, ImageError)]
+    telemetry = server.telemetry
+    readable = [one.pixels for one in decoded if not isinstance(one, ImageError)]
+    for one in decoded:
+        if not isinstance(one, ImageError):
+            telemetry.decoded.labels(model.name, one.format, one.mode, "yes" if one.rotated else "no").inc()
     timing = Timing()
     logits: list[NDArray[np.float32]] = []
     if readable:
@@ -65,8 +69,8 @@ async def _classify(
         logits = list(found)
         stages.update(queue=timing.queue, infer=timing.infer)
     for stage, seconds in stages.items():
-        server.telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
-    outcomes = server.telemetry.images
+        telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
+    outcomes = telemetry.images
     outcomes.labels(model.name, "answered").inc(len(readable))
     outcomes.labels(model.name, "bad").inc(len(decoded) - len(readable))
     rest = iter(logits)

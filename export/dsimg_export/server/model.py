@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsimg.errors import ImageError
-from dsimg.preprocess import decode, normalise, resize_and_crop
+from dsimg.preprocess import decode_file, normalise, resize_and_crop
 from dsimg.run import Run, sha256
 from dsimg.runtime import Provider
 from dsimg.show import ancestry
 from dsimg_export.golden import read_golden
 from dsimg_export.served import Served, depends_on_batch, open_served
-from dsimg_export.server.batcher import Batcher, Timing, learn
+from dsimg_export.server.batcher import Batcher, Network, Timing, learn
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
 
@@ -31,10 +31,21 @@ class Plan:
 
     workers: int  # calls of the session at a time
     threads: int  # of the session, a call
+    lone_threads: int | None = None  # of a call beside which nothing runs or waits, in a session of its own
     max_batch: int  # images a call
     max_delay: float  # seconds that an image waits at most for others
     max_queue: int  # images that wait at most
     provider: Provider = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """An image as a network takes it, and what its file was."""
+
+    pixels: NDArray[Any]
+    format: str  # as in `dsimg.preprocess.Decoded`
+    mode: str
+    rotated: bool
 
 
 class Decoder:
@@ -51,16 +62,14 @@ class Decoder:
         """Return the seconds after which so many further images would be decoded, as far as is known."""
         return self.seconds_per_image * (1 + (self.waiting + images - 1) / self.threads)
 
-    async def decode(
-        self, files: Sequence[bytes], model: "Model", *, deadline: float
-    ) -> list[NDArray[Any] | ImageError]:
+    async def decode(self, files: Sequence[bytes], model: "Model", *, deadline: float) -> list[Input | ImageError]:
         """Return the network's input for each file, or why it has none. Raises RefusedError past the deadline."""
 
-        def work(data: bytes) -> tuple[NDArray[Any] | ImageError, float]:
+        def work(data: bytes) -> tuple[Input | ImageError, float]:
             start = time.monotonic()
             if start > deadline:
                 raise self._late()
-            image: NDArray[Any] | ImageError
+            image: Input | ImageError
             try:
                 image = model.input_of(data, max_pixels=self._max_pixels)
             except ImageError as error:
@@ -98,7 +107,15 @@ class Decoder:
 class Model:
     """A run in a server, under a name. Made by `load`."""
 
-    def __init__(self, name: str, served: Served, plan: Plan, *, observe: Callable[[int, float], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        served: Served,
+        plan: Plan,
+        *,
+        lone: Served | None = None,
+        observe: Callable[[int, float], None],
+    ) -> None:
         self.name, self.served, self.plan = name, served, plan
         self.version = sha256(served.run.path / "run.json")[:12]
         self.takes_pixels = takes_pixels(served.session)
@@ -106,7 +123,8 @@ class Model:
         self._users = 0  # requests that have this model in hand
         self._unused = asyncio.Event()
         self.batcher = Batcher(
-            self._network,
+            _network(served),
+            lone_network=None if lone is None else _network(lone),
             max_batch=1 if depends_on_batch(served.session) else plan.max_batch,
             max_delay=plan.max_delay,
             max_queue=plan.max_queue,
@@ -125,18 +143,27 @@ class Model:
         channels, height, width = self.served.preprocess.input_size
         return (height, width, channels) if self.takes_pixels else (channels, height, width)
 
-    def input_of(self, data: bytes, *, max_pixels: int) -> NDArray[Any]:
+    def input_of(self, data: bytes, *, max_pixels: int) -> Input:
         """Return an image file as the network takes it, by the steps of evaluation. Raises ImageError."""
-        pixels = resize_and_crop(decode(data, max_pixels=max_pixels), self.served.preprocess)
-        return pixels if self.takes_pixels else normalise(pixels[None], self.served.preprocess)[0]
+        decoded = decode_file(data, max_pixels=max_pixels)
+        pixels = resize_and_crop(decoded.image, self.served.preprocess)
+        return Input(
+            pixels=pixels if self.takes_pixels else normalise(pixels[None], self.served.preprocess)[0],
+            format=decoded.format,
+            mode=decoded.mode,
+            rotated=decoded.rotated,
+        )
 
     def warm_up(self) -> None:
         """Run every size of batch once, and learn what an image takes: the first runs allocate."""
         seconds = 0.0
+        lone, network = self.batcher.lone_network, self.batcher.network
         for size in range(1, self.batcher.max_batch + 1):
             noise = noise_for(self.served.session, size, self.served.preprocess.input_size)
+            if lone is not None:
+                lone(noise)
             start = time.monotonic()
-            self._network(noise)
+            network(noise)
             seconds = (time.monotonic() - start) / size
         self.batcher.seconds_per_image = seconds
 
@@ -203,18 +230,29 @@ class Model:
         """Return the logits (N, C) of N images as the network takes them. Raises RefusedError."""
         return await self.batcher.submit(images, deadline=deadline)
 
-    def _network(self, images: NDArray[Any]) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = self.served.session.run([OUTPUT], {INPUT: images})[0]
-        return logits
-
 
 def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], None]) -> Model:
     """Open a run and warm it up. Raises DsimgError as `open_served`."""
+    run = Run.open(path)
+    served = open_served(run, threads=plan.threads, provider=plan.provider)
+    lone = plan.lone_threads
     model = Model(
-        name, open_served(Run.open(path), threads=plan.threads, provider=plan.provider), plan, observe=observe
+        name,
+        served,
+        plan,
+        lone=None if lone in (None, plan.threads) else open_served(run, threads=lone, provider=plan.provider),
+        observe=observe,
     )
     model.warm_up()
     return model
+
+
+def _network(served: Served) -> Network:
+    def run(images: NDArray[Any]) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = served.session.run([OUTPUT], {INPUT: images})[0]
+        return logits
+
+    return run
 
 
 def _card(served: Served, *, name: str, version: str, provider: Provider) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What the server's routes take and give, as an OpenAPI 3.1 document."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import dsimg
@@ -21,25 +20,31 @@ TAGS = {
     "page": "For people.",
 }
 
+# A GIF of one pixel: the examples can be sent as they are.
+PICTURE = "R0lGODlhAQABAAAAACwAAAAAAQABAAACAkQBADs="
+
 REFUSALS = {
     400: "The request is malformed; the error says where.",
     401: "A key is wanted.",
     404: "There is no such model, or no such version of it.",
     408: "The body came too slowly.",
     413: "The body is too large, or holds too many images.",
+    415: "The Content-Encoding is neither gzip nor deflate.",
+    429: "More requests were sent without waiting for an answer than may wait on a connection.",
+    431: "The head is too large.",
     500: "The network gave NaN or infinity, which the answer asked for cannot hold.",
-    501: "The Content-Encoding is neither gzip nor deflate.",
     503: "There is no room, or the answer would come too late.",
 }
+ALWAYS = (400, 429, 431, 503)  # any request may be damaged, too much, or one too many
 
 
-def openapi() -> JsonObject:
-    """Return the document. It has a path for each route of `app.build_app`, and no others."""
+def openapi(*, keys: bool = False) -> JsonObject:
+    """Return the document. It has a path for each route of `app.build_app`, and no others. keys: if one is wanted."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "dsimg serve", "version": dsimg.__version__, "description": ABOUT},
         "servers": [{"url": "/"}],
-        "security": [{"bearer": []}, {"header": []}, {}],
+        "security": [{"bearer": []}, {"header": []}, *([] if keys else [{}])],
         "tags": [{"name": name, "description": about} for name, about in TAGS.items()],
         "paths": {**_images(), **_server(), **_protocol(), **_pages()},
         "components": {
@@ -59,95 +64,86 @@ def _images() -> JsonObject:
     form = {
         "type": "object",
         "description": "A field for each file, under any name.",
+        "minProperties": 1,
         "additionalProperties": {"contentMediaType": "application/octet-stream"},
     }
     photo = {"class": "tabby", "index": 281, "probability": 0.93}
-    body = {
-        "required": True,
-        "description": "One image as it is, a form of files, or JSON with base64. A body that is neither form nor JSON "
-        "is one image, whatever its type says.",
-        "content": {
-            "application/octet-stream": {},
-            "image/*": {},
-            "multipart/form-data": {"schema": form},
-            "application/json": {
-                "schema": _ref("Images"),
-                "example": {"images": ["BASE64", {"name": "b", "data": "BASE64"}]},
+    said: JsonObject = {
+        "parameters": ("top", "X-Request-Timeout"),
+        "body": {
+            "required": True,
+            "description": "One image as it is, a form of files, or JSON with base64. A body that is neither form nor "
+            "JSON is one image, whatever its type says.",
+            "content": {
+                "application/octet-stream": {},
+                "image/*": {},
+                "multipart/form-data": {"schema": form},
+                "application/json": {
+                    "schema": _ref("Images"),
+                    "example": {"images": [PICTURE, {"name": "b", "data": PICTURE}]},
+                },
             },
         },
-    }
-    answers = {
-        "200": _json(
-            "The best classes of each image, in order; an image that cannot be read has an error instead.",
-            "Prediction",
-            headers=("Server-Timing",),
-            example={"model": "r18", "version": "194d5ebd6119", "images": [{"index": 0, "classes": [photo]}]},
-        ),
-        **_refused(401, 408, 413, 503),
-        "400": _json("No image could be read, or the request is malformed.", "NoPrediction"),
-    }
-    said: Mapping[str, Any] = {"parameters": _parameters("top", "X-Request-Timeout"), "requestBody": body}
-    named = {**answers, **_refused(404)}
-    return {
-        "/predict": {
-            "post": _operation(
-                "images", "predict", "The best classes of each image, by the first model", responses=answers, **said
-            )
+        "answers": {
+            "200": _json(
+                "The best classes of each image, in order; an image that cannot be read has an error instead.",
+                "Prediction",
+                headers=("Server-Timing",),
+                example={"model": "r18", "version": "194d5ebd6119", "images": [{"index": 0, "classes": [photo]}]},
+            ),
+            "400": _json("No image could be read, or the request is malformed.", "NoPrediction"),
         },
+    }
+    first, named = "The best classes of each image, by the first model", "The same, by a model that is named"
+    return {
+        "/predict": {"post": _operation("images", "predict", first, refused=(408, 413), **said)},
         "/models/{name}/predict": {
-            "post": _operation(
-                "images", "predict_by", "The same, by a model that is named", path=("name",), responses=named, **said
-            )
+            "post": _operation("images", "predict_by", named, path=("name",), refused=(404, 408, 413), **said)
         },
     }
 
 
 def _server() -> JsonObject:
-    text = {"description": "Prometheus' text format.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    text = {"text/plain": {"schema": TEXT}}
     return {
         "/models": _get("server", "models", "What is served, and the steps by which it was made", "Models"),
-        "/metrics": {
-            "get": _operation("server", "metrics", "Metrics for Prometheus", responses={"200": text, **_refused(401)})
-        },
+        "/metrics": _get("server", "metrics", "Metrics for Prometheus", content=text),
     }
 
 
 def _protocol() -> JsonObject:
-    here: Mapping[str, Any] = {"security": [], "refused": ()}
-    late = {"503": _json("It does not take requests now.", "Health")}
+    late = {"503": _json("It does not take requests now, or has no room for this one.", "Health", "Error")}
+    index = _operation(
+        "protocol",
+        "repository_index",
+        "The models and their states",
+        body={
+            "description": "ready: leave out what does not take requests.",
+            "content": {"application/json": {"schema": _object("ready", ready=YES)}},
+        },
+        answers={"200": _json("The models.", "RepositoryIndex")},
+        refused=(408, 413),
+    )
     paths = {
         "/v2": _get("protocol", "server_metadata", "The server's name, version and extensions", "ServerMetadata"),
         "/v2/": _get("protocol", "server_metadata_slash", "The same", "ServerMetadata"),
-        "/v2/health/live": _get("protocol", "live", "Whether the server lives; no key is wanted", "Health", **here),
-        "/v2/health/ready": _get(
-            "protocol", "ready", "Whether it takes requests; no key is wanted", "Health", more=late, **here
-        ),
+        "/v2/health/live": _get("protocol", "live", "Whether the server lives", "Health", key=False),
+        "/v2/health/ready": _get("protocol", "ready", "Whether it takes requests", "Health", answers=late, key=False),
         "/v2/models/stats": _get(
             "protocol", "statistics", "What every model has done since it was loaded", "Statistics"
         ),
-        "/v2/repository/index": {
-            "post": _operation(
-                "protocol",
-                "repository_index",
-                "The models and their states",
-                requestBody={
-                    "description": "ready: leave out what does not take requests.",
-                    "content": {"application/json": {"schema": _object("ready", ready=YES)}},
-                },
-                responses={"200": _json("The models.", "RepositoryIndex"), **_refused(400, 401, 408, 413)},
-            )
-        },
+        "/v2/repository/index": {"post": index},
     }
+    late = {"503": _json("It does not take requests now, or has no room for this one.", "ModelReady", "Error")}
     for place, names, suffix in (
         ("/v2/models/{name}", ("name",), ""),
         ("/v2/models/{name}/versions/{version}", ("name", "version"), "_of_version"),
     ):
-        of: Mapping[str, Any] = {"path": names, "refused": (401, 404)}
-        late = {"503": _json("It does not take requests now.", "ModelReady")}
+        of: JsonObject = {"path": names, "refused": (404,)}
         paths |= {
             place: _get("protocol", f"model{suffix}", "A model's inputs and outputs", "ModelMetadata", **of),
             f"{place}/ready": _get(
-                "protocol", f"model_ready{suffix}", "Whether a model takes requests", "ModelReady", more=late, **of
+                "protocol", f"model_ready{suffix}", "Whether a model takes requests", "ModelReady", answers=late, **of
             ),
             f"{place}/config": _get(
                 "protocol", f"model_config{suffix}", "A model's configuration, in Triton's words", "ModelConfig", **of
@@ -161,94 +157,101 @@ def _protocol() -> JsonObject:
 
 
 def _infer(name: str, path: tuple[str, ...]) -> JsonObject:
-    binary = {
-        "description": "JSON, then the tensors' bytes, in order; Inference-Header-Content-Length says where they begin."
-    }
-    asked = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [1], "data": ["BASE64"]}]}
+    binary = "JSON, then the tensors' bytes, in order; Inference-Header-Content-Length says where they begin."
+    asked = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [1], "data": [PICTURE]}]}
     best = {"name": "logits", "parameters": {"classification": 5}}
     return _operation(
         "protocol",
         name,
         "The network's answer to its own input, or to image files as BYTES",
         path=path,
-        parameters=_parameters("X-Request-Timeout", "Inference-Header-Content-Length", "Content-Encoding"),
-        requestBody={
+        parameters=("X-Request-Timeout", "Inference-Header-Content-Length", "Content-Encoding"),
+        body={
             "required": True,
-            "description": f"JSON. {binary['description']} Where it says 0, the body is the one input's bytes.",
+            "description": f"JSON. {binary} Where it says 0, the body is the one input's bytes.",
             "content": {
                 "application/json": {"schema": _ref("InferRequest"), "example": {**asked, "outputs": [best]}},
                 "application/octet-stream": {},
             },
         },
-        responses={
-            "200": {
-                "description": f"The outputs that were asked for, as JSON, or where binary data were asked for: "
-                f"{binary['description']}",
-                "headers": _headers("X-Request-Id", "Server-Timing", "Inference-Header-Content-Length"),
-                "content": {
-                    "application/json": {"schema": _ref("InferResponse")},
-                    "application/octet-stream": {},
-                },
-            },
-            **_refused(400, 401, 404, 408, 413, 500, 501, 503),
+        answers={
+            "200": _answer(
+                f"The outputs that were asked for, as JSON, or where binary data were asked for: {binary}",
+                {"application/json": {"schema": _ref("InferResponse")}, "application/octet-stream": {}},
+                headers=("Server-Timing", "Inference-Header-Content-Length"),
+            )
         },
+        refused=(404, 408, 413, 415, 500),
     )
 
 
 def _pages() -> JsonObject:
-    kinds = {
-        "/": ("text/html", "page", "The page to try pictures on"),
-        "/page.css": ("text/css", "page_css", "Its style"),
-        "/page.js": ("text/javascript", "page_js", "Its script"),
-        "/docs": ("text/html", "docs", "This document as a page"),
-        "/openapi.json": ("application/json", "openapi", "This document"),
-    }
     return {
-        path: {
-            "get": _operation(
-                "page",
-                name,
-                f"{about}; no key is wanted",
-                security=[],
-                responses={
-                    "200": {"description": about + ".", "headers": _headers("X-Request-Id"), "content": {kind: {}}}
-                },
-            )
-        }
-        for path, (kind, name, about) in kinds.items()
+        "/": _get("page", "page", "The page to try pictures on", content={"text/html": {}}, key=False),
+        "/page.css": _get("page", "page_css", "Its style", content={"text/css": {}}, key=False),
+        "/page.js": _get("page", "page_js", "Its script", content={"text/javascript": {}}, key=False),
+        "/docs": _get("page", "docs", "This document as a page", content={"text/html": {}}, key=False),
+        "/openapi.json": _get("page", "openapi", "This document", content={"application/json": {}}, key=False),
     }
 
 
 # Parts of it
 
 
-def _operation(tag: str, name: str, summary: str, *, path: tuple[str, ...] = (), **rest: Any) -> JsonObject:
-    """Return an operation; path: the names in its path. Every one takes X-Request-Id."""
-    parameters = [*_parameters(*path), *rest.pop("parameters", []), *_parameters("X-Request-Id")]
-    return {"operationId": name, "tags": [tag], "summary": summary, "parameters": parameters, **rest}
+def _operation(
+    tag: str,
+    name: str,
+    summary: str,
+    *,
+    answers: JsonObject,
+    path: tuple[str, ...] = (),
+    parameters: tuple[str, ...] = (),
+    body: JsonObject | None = None,
+    refused: tuple[int, ...] = (),
+    key: bool = True,
+) -> JsonObject:
+    """Return an operation. path: the names in it. refused: the statuses that not all have. key: if one is wanted."""
+    refusals = {
+        str(status): {"$ref": f"#/components/responses/{status}"}
+        for status in (*ALWAYS, *([401] if key else []), *refused)
+    }
+    return {
+        "operationId": name,
+        "tags": [tag],
+        "summary": summary if key else f"{summary}; no key is wanted",
+        "parameters": [{"$ref": f"#/components/parameters/{one}"} for one in (*path, *parameters, "X-Request-Id")],
+        **({"requestBody": body} if body else {}),
+        "responses": dict(sorted({**refusals, **answers}.items())),
+        **({} if key else {"security": []}),
+    }
 
 
 def _get(
     tag: str,
     name: str,
     summary: str,
-    schema: str,
+    schema: str = "",
     *,
-    refused: tuple[int, ...] = (401,),
-    more: Mapping[str, Any] | None = None,
+    content: JsonObject | None = None,
+    answers: JsonObject | None = None,
     **rest: Any,
 ) -> JsonObject:
-    responses = {"200": _json(f"{summary}.", schema), **(more or {}), **_refused(*refused)}
-    return {"get": _operation(tag, name, summary, responses=responses, **rest)}
+    """Return a path that is read; schema: of its JSON, or content: what it holds instead."""
+    about = f"{summary}."
+    good = _answer(about, content) if content else _json(about, schema)
+    return {"get": _operation(tag, name, summary, answers={"200": good, **(answers or {})}, **rest)}
 
 
-def _json(about: str, schema: str, *, headers: tuple[str, ...] = (), example: object = None) -> JsonObject:
-    content = {"schema": _ref(schema), **({"example": example} if example is not None else {})}
-    return {
-        "description": about,
-        "headers": _headers("X-Request-Id", *headers),
-        "content": {"application/json": content},
-    }
+def _answer(about: str, content: JsonObject, *, headers: tuple[str, ...] = ()) -> JsonObject:
+    named = {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-Id", *headers)}
+    return {"description": about, "headers": named, "content": content}
+
+
+def _json(about: str, *schemas: str, headers: tuple[str, ...] = (), example: object = None) -> JsonObject:
+    """Return an answer in JSON, of any of these schemas."""
+    schema = _ref(schemas[0]) if len(schemas) == 1 else {"anyOf": [_ref(name) for name in schemas]}
+    content = {"schema": schema, **({"example": example} if example is not None else {})}
+    return _answer(about, {"application/json": content}, headers=headers)
 
 
 def _refusal(status: int, about: str) -> JsonObject:
@@ -256,20 +259,8 @@ def _refusal(status: int, about: str) -> JsonObject:
     return _json(about, "Error", headers=headers)
 
 
-def _refused(*statuses: int) -> JsonObject:
-    return {str(status): {"$ref": f"#/components/responses/{status}"} for status in statuses}
-
-
 def _ref(schema: str) -> JsonObject:
     return {"$ref": f"#/components/schemas/{schema}"}
-
-
-def _parameters(*names: str) -> list[JsonObject]:
-    return [{"$ref": f"#/components/parameters/{name}"} for name in names]
-
-
-def _headers(*names: str) -> JsonObject:
-    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
 
 
 def _object(*optional: str, **properties: object) -> JsonObject:
@@ -278,17 +269,32 @@ def _object(*optional: str, **properties: object) -> JsonObject:
     return {"type": "object", "properties": properties, "required": required}
 
 
-def _list(items: object) -> JsonObject:
-    return {"type": "array", "items": items}
+def _list(items: object, **bounds: int) -> JsonObject:
+    return {"type": "array", "items": items, **bounds}
+
+
+def _parameter(**known: JsonObject) -> JsonObject:
+    """Return the schema of the protocol's parameters: of those that mean something here, and any others."""
+    return {
+        "type": "object",
+        "properties": known,
+        "additionalProperties": {"type": ["string", "number", "boolean"]},
+    }
+
+
+def _or_null(schema: JsonObject) -> JsonObject:
+    return {**schema, "type": [schema["type"], "null"]}
 
 
 TEXT, WHOLE, NUMBER, YES = ({"type": kind} for kind in ("string", "integer", "number", "boolean"))
 FREE = {"type": "object"}
+BASE64 = {**TEXT, "contentEncoding": "base64", "description": "Or a data: URI."}
 COUNT = _object(count=WHOLE, ns=WHOLE)
-PARAMETER = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
-TENSOR_PARAMETERS = {
-    **PARAMETER,
-    "description": "binary_data_size: the tensor's bytes after the JSON, in place of data.",
+SIZE = {**WHOLE, "minimum": 0}
+BINARY = _parameter(binary_data_size={**SIZE, "description": "The bytes after the JSON, in place of data."})
+CLASSIFICATION = {
+    **SIZE,
+    "description": "So many of the best classes, as value:index:label, in place of the logits; 0: the logits.",
 }
 TENSOR = {"name": TEXT, "datatype": {**TEXT, "examples": ["FP32", "UINT8", "BYTES"]}, "shape": _list(WHOLE)}
 CONFIG_TENSOR = _object("label_filename", name=TEXT, data_type=TEXT, dims=_list(WHOLE), label_filename=TEXT)
@@ -296,12 +302,10 @@ CONFIG_TENSOR = _object("label_filename", name=TEXT, data_type=TEXT, dims=_list(
 SCHEMAS: JsonObject = {
     "Error": _object(error=TEXT),
     "Images": {
-        "anyOf": [
-            _object(images=_list({"anyOf": [{**TEXT, "contentEncoding": "base64"}, _ref("Image")]})),
-            _object(image={"anyOf": [{**TEXT, "contentEncoding": "base64"}, _ref("Image")]}),
-        ]
+        **_object("images", "image", images=_list(_ref("Image"), minItems=1), image=_ref("Image")),
+        "anyOf": [{"required": ["images"]}, {"required": ["image"]}],
     },
-    "Image": _object("name", name=TEXT, data={**TEXT, "contentEncoding": "base64", "description": "Or a data: URI."}),
+    "Image": {"anyOf": [BASE64, _object("name", name=TEXT, data=BASE64)]},
     "Prediction": _object(model=TEXT, version=TEXT, images=_list(_ref("ImageAnswer"))),
     "NoPrediction": _object(
         "model", "version", "images", error=TEXT, model=TEXT, version=TEXT, images=_list(_ref("ImageAnswer"))
@@ -383,18 +387,31 @@ SCHEMAS: JsonObject = {
         "id",
         "parameters",
         "outputs",
-        id=TEXT,
-        parameters={**PARAMETER, "description": "binary_data_output: true or false. timeout: microseconds."},
-        inputs=_list(_object("data", "parameters", **TENSOR, data=_list({}), parameters=TENSOR_PARAMETERS)),
-        outputs=_list(
+        id=_or_null(TEXT),
+        parameters=_or_null(
+            _parameter(binary_data_output=YES, timeout={**SIZE, "description": "Microseconds; 0: none."})
+        ),
+        inputs=_list(
             _object(
+                "data",
                 "parameters",
-                name=TEXT,
-                parameters={
-                    **PARAMETER,
-                    "description": "binary_data: true or false. classification: so many of the best classes, as "
-                    "value:index:label, in place of the logits.",
-                },
+                name={"const": "images"},
+                datatype={"enum": ["FP32", "UINT8", "BYTES"]},
+                shape=_list({**WHOLE, "minimum": 1}),
+                data=_or_null(_list({})),
+                parameters=_or_null(BINARY),
+            ),
+            minItems=1,
+            maxItems=1,
+        ),
+        outputs=_or_null(
+            _list(
+                _object(
+                    "parameters",
+                    name={"const": "logits"},
+                    parameters=_or_null(_parameter(binary_data=YES, classification=CLASSIFICATION)),
+                ),
+                maxItems=1,
             )
         ),
     ),
@@ -404,55 +421,52 @@ SCHEMAS: JsonObject = {
         model_name=TEXT,
         model_version=TEXT,
         id=TEXT,
-        parameters=PARAMETER,
-        outputs=_list(_object("data", "parameters", **TENSOR, data=_list({}), parameters=TENSOR_PARAMETERS)),
+        parameters=_parameter(),
+        outputs=_list(_object("data", "parameters", **TENSOR, data=_list({}), parameters=BINARY)),
     ),
 }
-
-
-def _given(name: str, where: str, about: str, schema: JsonObject) -> JsonObject:
-    return {"name": name, "in": where, "required": where == "path", "description": about, "schema": schema}
 
 
 PARAMETERS: JsonObject = {
-    "name": _given("name", "path", "The model's name, which is that of its run's folder.", TEXT),
-    "version": _given("version", "path", "The model's version.", TEXT),
-    "top": _given("top", "query", "How many of the best classes.", {**WHOLE, "minimum": 1, "default": 5}),
-    "X-Request-Timeout": _given(
-        "X-Request-Timeout",
-        "header",
-        "Seconds after which the answer is of no use; the server's own deadline stays the bound.",
-        {**NUMBER, "exclusiveMinimum": 0},
-    ),
-    "X-Request-Id": _given(
-        "X-Request-Id",
-        "header",
-        "A name for the request, which comes back and stands in the log. Without one, or where it does not fit, the "
-        "server makes one.",
-        {**TEXT, "pattern": "^[A-Za-z0-9._:/+=-]{1,128}$"},
-    ),
-    "Inference-Header-Content-Length": _given(
-        "Inference-Header-Content-Length",
-        "header",
-        "The bytes of JSON at the beginning of the body, where tensors follow it.",
-        {**WHOLE, "minimum": 0},
-    ),
-    "Content-Encoding": _given("Content-Encoding", "header", "How the body is packed.", {"enum": ["gzip", "deflate"]}),
+    name: {"name": name, "in": where, "required": where == "path", "description": about, "schema": schema}
+    for name, where, about, schema in (
+        ("name", "path", "The model's name, which is that of its run's folder.", TEXT),
+        ("version", "path", "The model's version.", TEXT),
+        ("top", "query", "How many of the best classes.", {**WHOLE, "minimum": 1, "default": 5}),
+        (
+            "X-Request-Timeout",
+            "header",
+            "Seconds after which the answer is of no use; the server's own deadline stays the bound.",
+            {**NUMBER, "exclusiveMinimum": 0},
+        ),
+        (
+            "X-Request-Id",
+            "header",
+            "A name for the request, which comes back and stands in the log. Without one, or where it is not of 1 to "
+            "128 letters, digits and . _ : / + = -, the server makes one.",
+            TEXT,
+        ),
+        (
+            "Inference-Header-Content-Length",
+            "header",
+            "The bytes of JSON at the beginning of the body, where tensors follow it.",
+            SIZE,
+        ),
+        ("Content-Encoding", "header", "How the body is packed.", {"enum": ["gzip", "deflate", "identity"]}),
+    )
 }
 
 HEADERS: JsonObject = {
-    "X-Request-Id": {"description": "The request's name in the log.", "schema": TEXT},
+    "X-Request-Id": {"required": True, "description": "The request's name in the log.", "schema": TEXT},
     "Server-Timing": {
+        "required": True,
         "description": "Milliseconds in each stage (read, decode, queue, infer), and the images of the batch.",
         "schema": {
             **TEXT,
             "examples": ['read;dur=0.07, decode;dur=7.84, queue;dur=0.02, infer;dur=0.76, batch;desc="1"'],
         },
     },
-    "Retry-After": {"description": "Seconds after which there may be room.", "schema": WHOLE},
-    "WWW-Authenticate": {"description": "Bearer.", "schema": TEXT},
-    "Inference-Header-Content-Length": {
-        "description": "The bytes of JSON, where tensors follow it.",
-        "schema": WHOLE,
-    },
+    "Retry-After": {"required": True, "description": "Seconds after which there may be room.", "schema": WHOLE},
+    "WWW-Authenticate": {"required": True, "description": "Bearer.", "schema": TEXT},
+    "Inference-Header-Content-Length": {"description": "The bytes of JSON, where tensors follow it.", "schema": WHOLE},
 }

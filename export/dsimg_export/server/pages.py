@@ -5,34 +5,46 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dsimg_export.server.openapi import openapi
+from dsimg_export.server.state import Server
 
 HTML = "text/html; charset=utf-8"
 
 
-def make_pages() -> dict[str, tuple[bytes, str]]:
-    """Return what lies at each path: its bytes, and their type."""
+class Page(NamedTuple):
+    """What lies at a path: its bytes, their type, and what is there instead where the server wants a key."""
+
+    content: bytes
+    kind: str
+    with_keys: bytes | None = None
+
+
+def make_pages() -> dict[str, Page]:
+    """Return what lies at each path."""
     folder = files("dsimg_export.server") / "page"
-    document = openapi()
+    said, said_with_keys = (json.dumps(openapi(keys=keys)).encode() for keys in (False, True))
     return {
-        "/": ((folder / "index.html").read_bytes(), HTML),
-        "/page.css": ((folder / "page.css").read_bytes(), "text/css; charset=utf-8"),
-        "/page.js": ((folder / "page.js").read_bytes(), "text/javascript; charset=utf-8"),
-        "/docs": (docs_page(document).encode(), HTML),
-        "/openapi.json": (json.dumps(document).encode(), "application/json"),
+        "/": Page((folder / "index.html").read_bytes(), HTML),
+        "/page.css": Page((folder / "page.css").read_bytes(), "text/css; charset=utf-8"),
+        "/page.js": Page((folder / "page.js").read_bytes(), "text/javascript; charset=utf-8"),
+        "/docs": Page(docs_page(openapi()).encode(), HTML),
+        "/openapi.json": Page(said, "application/json", said_with_keys),
     }
 
 
-def handler(content: bytes, kind: str) -> Callable[[Any, Request, dict[str, float]], Awaitable[Response]]:
+def handler(
+    content: bytes, kind: str, with_keys: bytes | None = None
+) -> Callable[[Server, Request, dict[str, float]], Awaitable[Response]]:
     """Return a handler of `app` that answers with a page."""
 
-    async def answer(server: object, request: Request, stages: dict[str, float]) -> Response:
-        return Response(content, headers={"content-type": kind})
+    async def answer(server: Server, request: Request, stages: dict[str, float]) -> Response:
+        shown = with_keys if with_keys is not None and server.keys else content
+        return Response(shown, headers={"content-type": kind})
 
     return answer
 

@@ -219,12 +219,12 @@ def server_metadata(version: str) -> dict[str, Any]:
 def decompress(body: bytes, encoding: str, *, limit: int) -> bytes:
     """Return a body without its Content-Encoding.
 
-    Raises ProtocolError: 501 unless the encoding is gzip, deflate or identity; 413 for more than `limit` bytes, found
+    Raises ProtocolError: 415 unless the encoding is gzip, deflate or identity; 413 for more than `limit` bytes, found
     without making more than one beyond them; 400 for a body that is damaged or cut off.
     """
     name = encoding.strip().lower()
     if name not in ("", "identity", *WBITS):
-        raise ProtocolError(f"Content-Encoding '{_short(name)}' is not supported. Send gzip or deflate.", status=501)
+        raise ProtocolError(f"Content-Encoding '{_short(name)}' is not supported. Send gzip or deflate.", status=415)
     if name in WBITS:
         stream = zlib.decompressobj(WBITS[name])
         try:

@@ -30,6 +30,14 @@ class Telemetry:
         self.requests = counter("dsimg_requests", "Requests.", "route", "status")
         self.errors = counter("dsimg_errors", "Requests that were refused, by the reason.", "kind")
         self.images = counter("dsimg_images", "Images, by what became of them: answered, bad.", "model", "outcome")
+        self.decoded = counter(
+            "dsimg_decoded_images",
+            "Images that could be read: Pillow's names of their files' format and mode, and whether EXIF turned them.",
+            "model",
+            "format",
+            "mode",
+            "rotated",
+        )
         self.seconds = histogram("dsimg_request_seconds", "From a request's head to its answer.", SECONDS, "route")
         self.stage_seconds = histogram("dsimg_stage_seconds", "A request in each stage.", SECONDS, "model", "stage")
         self.batches = histogram("dsimg_batch_images", "Images a call of the network.", BATCHES, "model")

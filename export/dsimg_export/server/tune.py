@@ -137,7 +137,7 @@ async def _bear(model: Model, setting: Setting, goal: float, max_pixels: int, se
                         return
                     (image,) = await decoder.decode([data], model, deadline=math.inf)
                     assert not isinstance(image, Exception)
-                    await model.logits([image], deadline=math.inf)
+                    await model.logits([image.pixels], deadline=math.inf)
                     waits.append(time.monotonic() - begun)
 
             await asyncio.gather(*(client(number) for number in range(clients)))

@@ -63,6 +63,27 @@ def test_a_free_worker_does_not_wait_and_a_busy_one_gathers():
     asyncio.run(body())
 
 
+def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
+    async def body():
+        network, lone = Network(), Network()
+        lone.gate.clear()
+        batcher = Batcher(network, lone_network=lone, max_batch=1, workers=2, seconds_per_image=1e-6)
+        first = asyncio.create_task(batcher.submit(images(1)))
+        await until(lambda: batcher.busy)
+        second = await batcher.submit(images(2, 3))  # beside the first
+        assert (network.batches, lone.batches) == ([1, 1], [])
+        lone.gate.set()
+        assert (await first)[0].tolist() == [[2, 2]]
+        assert second[0].tolist() == [[4, 4], [6, 6]]
+        assert batcher.seconds_per_image > 1e-6
+        learnt = batcher.seconds_per_image
+        await batcher.submit(images(4))
+        assert (network.batches, lone.batches) == ([1, 1], [1, 1])
+        assert batcher.seconds_per_image == learnt  # of the network that runs under load
+
+    asyncio.run(body())
+
+
 def test_a_request_larger_than_a_batch_is_split():
     async def body():
         network = Network()

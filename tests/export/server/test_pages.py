@@ -192,7 +192,7 @@ INFER = {"id": "a", "inputs": [{"name": "images", "datatype": "BYTES", "shape": 
         ("POST", "/v2/models/{name}/infer", json.dumps(INFER).encode(), JSON, 200),
         ("POST", "/v2/models/{name}/infer", PICTURE, {"inference_header_content_length": "0"}, 200),
         ("POST", "/v2/models/{name}/infer", b"{}", JSON, 400),
-        ("POST", "/v2/models/{name}/infer", b"{}", {**JSON, "content_encoding": "br"}, 501),
+        ("POST", "/v2/models/{name}/infer", b"{}", {**JSON, "content_encoding": "br"}, 415),
     ],
 )
 def test_what_the_server_says_is_what_the_document_says(run, document, method, path, body, headers, status):

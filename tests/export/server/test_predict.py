@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from PIL import ExifTags, Image
 
 from dsimg import metrics
 from dsimg.preprocess import Preprocess, preprocess_image
@@ -233,3 +234,27 @@ def test_a_key_may_have_any_letters(run):
     with serving(run.path, keys=(key,)) as live:
         assert live.post("/predict", encoded_pictures()[0], x_api_key=key).status == 200
         assert live.post("/predict", encoded_pictures()[0], authorization=b"Bearer " + key).status == 200
+
+
+def test_what_files_were_is_counted(run):
+    def encoded(mode, kind, **options):
+        stream = io.BytesIO()
+        Image.new(mode, (9, 7)).save(stream, kind, **options)
+        return stream.getvalue()
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    upright, turned, grey = encoded("RGB", "JPEG"), encoded("RGB", "JPEG", exif=exif), encoded("LA", "PNG")
+    with serving(run.path) as live:
+        for data in (upright, turned, turned, grey, b"no image"):
+            live.post("/predict", data)
+        lines = live.get("/metrics").body.decode().splitlines()
+    found = {line for line in lines if line.startswith("dsimg_decoded_images_total")}
+    assert found == {
+        f'dsimg_decoded_images_total{{format="{kind}",mode="{mode}",model="digits",rotated="{rotated}"}} {count}'
+        for kind, mode, rotated, count in (
+            ("JPEG", "RGB", "no", "1.0"),
+            ("JPEG", "RGB", "yes", "2.0"),
+            ("PNG", "LA", "no", "1.0"),
+        )
+    }

@@ -709,7 +709,7 @@ def test_a_damaged_body_is_refused(name):
 def test_another_encoding_is_refused(encoding):
     with pytest.raises(ProtocolError) as caught:
         decompress(b"", encoding, limit=10)
-    assert caught.value.status == 501
+    assert caught.value.status == 415
     assert str(caught.value) == f"Content-Encoding '{encoding}' is not supported. Send gzip or deflate."
 
 

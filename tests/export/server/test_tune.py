@@ -72,14 +72,14 @@ def test_more_clients_are_tried_until_the_goal_breaks(run, monkeypatch):
 
     def slow(plan):
         model = load(run, "x", plan, observe=lambda images, seconds: None)
-        network = model.batcher._network
+        network = model.batcher.network
 
         def sleeping(images):
             calls.append(len(images))
             time.sleep(0.1)
             return network(images)
 
-        model.batcher._network = sleeping
+        model.batcher.network = sleeping
         return model
 
     tried = [setting(workers=2, max_batch=1)]
