@@ -14,11 +14,12 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -36,8 +37,12 @@ from dsimg_export.server.state import Limits, Server
 from dsimg_export.server.tune import MOST_SECONDS, Load, Setting, parse_goal, settings, tune
 from dsimg_export.verify import VerifyConfig, verify
 
+if TYPE_CHECKING:  # an extra
+    from dsimg_export.server.tracing import Tracing
+
 TUNED = ("workers", "threads", "decode_threads", "max_batch", "delay_ms")  # what --tune finds
 BACKLOG = 2048  # connections that wait to be accepted
+TRACES_SECONDS = (1.0, 5.0)  # in which the last traces are sent: what is left of the grace, within these
 KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
 
 
@@ -100,6 +105,9 @@ class ServeConfig:
     place without a lost request; or is refused, and the old one goes on."""
     access_log: bool = False
     """Write a JSON object a line for each request to standard output."""
+    otel: bool = False
+    """Send traces of the requests as OpenTelemetry's environment variables say: OTEL_EXPORTER_OTLP_ENDPOINT,
+    OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, ... Needs: pip install 'dsimg[otel]'."""
     drain_seconds: float = 0.0
     """After SIGTERM: go on answering for so long while saying that it is not ready, so that a balancer looks away."""
     grace_seconds: float = 30.0
@@ -175,10 +183,12 @@ def _serve(config: ServeConfig) -> None:
     require_onnxruntime("serving")
     keys = _keys(config.api_key_file)
     _check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    tracing = _tracing() if config.otel else None
     listener = _bind(config.host, config.port)
     if config.tune is not None:
         config = _tuned(config, parse_goal(config.tune))
     server = open_server(config, keys=keys)
+    server.tracing = tracing
     terminal = cli.context().terminal
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl_certfile is None else "https"
@@ -207,6 +217,11 @@ def _serve(config: ServeConfig) -> None:
     )
     with asyncio.Runner(loop_factory=answering.config.get_loop_factory()) as runner:  # uvloop where it is there
         runner.run(answering.serve(sockets=[listener]))
+    if tracing is not None:
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # asked to end again: without the last traces
+            least, most = TRACES_SECONDS
+            if not tracing.close(min(most, max(least, answering.grace_left))):
+                terminal.say("the last traces could not be sent in time.")
     if answering.cut_off:
         terminal.say(f"requests that were accepted and cut off: {answering.cut_off}.")
         raise SystemExit(1)
@@ -358,6 +373,7 @@ class _Answering(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._server, self._drain, self._url, self._beside = server, drain, url, beside
+        self._end_asked = math.inf
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end at the first signal; at a second one of Ctrl-C, end at once."""
@@ -395,7 +411,14 @@ class _Answering(uvicorn.Server):
         unsent = [one for one in unsent if one.transport.get_write_buffer_size()]
         self.cut_off = len(self.server_state.tasks) + sum(len(one.pipeline) for one in connections) + len(unsent)
 
+    @property
+    def grace_left(self) -> float:
+        """Seconds, from now on; below 0 where it is over."""
+        grace = self.config.timeout_graceful_shutdown or 0
+        return -1.0 if self.force_exit else grace + self._end_asked - time.monotonic()
+
     def _end(self) -> None:
+        self._end_asked = min(self._end_asked, time.monotonic())
         self.should_exit = True
         self._over.set()
 
@@ -456,6 +479,15 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         ) from error
 
 
+def _tracing() -> "Tracing":
+    """Return what sends traces. Raises ConfigError: before anything is loaded."""
+    try:
+        from dsimg_export.server.tracing import open_tracing  # an extra
+    except ModuleNotFoundError as error:
+        raise ConfigError("--otel needs OpenTelemetry: pip install 'dsimg[otel]'.") from error
+    return open_tracing(cli.context().terminal.say)
+
+
 def _keys(path: Path | None) -> tuple[bytes, ...]:
     """Return the keys in a file. Raises ConfigError: it cannot be read, or holds none."""
     if path is None:
@@ -513,6 +545,7 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
             f"{config.deadline_ms:g} ms or 503",
         ),
         ("keys", f"{len(server.keys)}, of {config.api_key_file}" if server.keys else "none needed"),
+        *([] if server.tracing is None else [("traces", f"to {server.tracing.goes_to}")]),
         ("try", f"curl --data-binary @photo.jpg {url}/predict"),
     ]
 

@@ -69,27 +69,30 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
 
     async def endpoint(request: Request) -> Response:
         began = time.monotonic()
-        stages: dict[str, float] = {}
         request_id = request_id_of(request.headers.get("x-request-id"), lambda: uuid.uuid4().hex)
+        span = None if server.tracing is None else server.tracing.begin(server, route, request, request_id)
+        stages: dict[str, float] = {} if span is None else span.stages
+        refused: HttpError | None = None
         try:
             if route not in OPEN:
                 check_key(request, server.keys)
             response = await handler(server, request, stages)
         except HttpError as error:
-            response = refusal(error)
-            server.telemetry.errors.labels(error.kind).inc()
+            refused = error
         except protocol.ProtocolError as error:
-            response = refusal(HttpError(error.status, str(error), kind="request"))
-            server.telemetry.errors.labels("request").inc()
+            refused = HttpError(error.status, str(error), kind="request")
         except asyncio.CancelledError:  # by uvicorn alone, once the time to end is over
-            response = refusal(
-                HttpError(503, "the server has ended before the answer", kind="ended", retry_after=1.0, close=True)
+            refused = HttpError(
+                503, "the server has ended before the answer", kind="ended", retry_after=1.0, close=True
             )
-            server.telemetry.errors.labels("ended").inc()
         except Exception:  # a bug: the client is told so, and whoever runs the server where
             server.say(f"request {request_id}: a bug in dsimg, please report it\n{traceback.format_exc()}")
-            response = refusal(HttpError(500, f"a bug in the server; its log has it under {request_id}.", kind="bug"))
-            server.telemetry.errors.labels("bug").inc()
+            refused = HttpError(500, f"a bug in the server; its log has it under {request_id}.", kind="bug")
+        if refused is not None:
+            response = refusal(refused)
+            server.telemetry.errors.labels(refused.kind).inc()
+        if span is not None:
+            span.end(response, refused)
         _finish(
             server,
             route,
@@ -100,6 +103,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
             path=request.scope["path"],
             ms=round(1000 * (time.monotonic() - began), 2),
             **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
+            **({} if span is None else span.ids),
         )
         return response
 

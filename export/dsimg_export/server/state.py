@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +15,9 @@ from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import Room
 from dsimg_export.server.model import Decoder, Model
 from dsimg_export.server.telemetry import Telemetry
+
+if TYPE_CHECKING:  # an extra
+    from dsimg_export.server.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -41,6 +44,7 @@ class Server:
     say: Callable[[str], None] = print  # to whoever runs the server
     access_log: Callable[[str], None] | None = None  # takes a line for each request
     telemetry: Telemetry = field(default_factory=Telemetry)
+    tracing: "Tracing | None" = None
     loaded: bool = False
     draining: bool = False
 
