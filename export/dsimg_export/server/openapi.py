@@ -35,6 +35,7 @@ REFUSALS = {
     500: "The network gave NaN or infinity, which the answer asked for cannot hold.",
     503: "There is no room, or the answer would come too late.",
 }
+REFUSAL_HEADERS = {401: ("WWW-Authenticate",), 503: ("Retry-After",)}
 ALWAYS = (400, 429, 431, 503)  # any request may be damaged, too much, or one too many
 
 
@@ -51,7 +52,10 @@ def openapi(*, keys: bool = False) -> JsonObject:
             "schemas": SCHEMAS,
             "parameters": PARAMETERS,
             "headers": HEADERS,
-            "responses": {str(status): _refusal(status, about) for status, about in REFUSALS.items()},
+            "responses": {
+                str(status): _json(about, "Error", headers=REFUSAL_HEADERS.get(status, ()))
+                for status, about in REFUSALS.items()
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -168,7 +172,8 @@ def _infer(name: str, path: tuple[str, ...]) -> JsonObject:
         parameters=("X-Request-Timeout", "Inference-Header-Content-Length", "Content-Encoding"),
         body={
             "required": True,
-            "description": f"JSON. {binary} Where it says 0, the body is the one input's bytes.",
+            "description": f"JSON, its whole numbers without a fraction (5, not 5.0). Or {binary} Where it says 0, the "
+            "body is the one input's bytes.",
             "content": {
                 "application/json": {"schema": _ref("InferRequest"), "example": {**asked, "outputs": [best]}},
                 "application/octet-stream": {},
@@ -237,8 +242,7 @@ def _get(
     **rest: Any,
 ) -> JsonObject:
     """Return a path that is read; schema: of its JSON, or content: what it holds instead."""
-    about = f"{summary}."
-    good = _answer(about, content) if content else _json(about, schema)
+    good = _answer(f"{summary}.", content) if content else _json(f"{summary}.", schema)
     return {"get": _operation(tag, name, summary, answers={"200": good, **(answers or {})}, **rest)}
 
 
@@ -252,11 +256,6 @@ def _json(about: str, *schemas: str, headers: tuple[str, ...] = (), example: obj
     schema = _ref(schemas[0]) if len(schemas) == 1 else {"anyOf": [_ref(name) for name in schemas]}
     content = {"schema": schema, **({"example": example} if example is not None else {})}
     return _answer(about, {"application/json": content}, headers=headers)
-
-
-def _refusal(status: int, about: str) -> JsonObject:
-    headers = {401: ("WWW-Authenticate",), 503: ("Retry-After",)}.get(status, ())
-    return _json(about, "Error", headers=headers)
 
 
 def _ref(schema: str) -> JsonObject:
@@ -275,11 +274,8 @@ def _list(items: object, **bounds: int) -> JsonObject:
 
 def _parameter(**known: JsonObject) -> JsonObject:
     """Return the schema of the protocol's parameters: of those that mean something here, and any others."""
-    return {
-        "type": "object",
-        "properties": known,
-        "additionalProperties": {"type": ["string", "number", "boolean"]},
-    }
+    scalar = {"type": ["string", "number", "boolean"], "exclusiveMinimum": -(2**63), "exclusiveMaximum": 2**63}
+    return {"type": "object", "properties": known, "additionalProperties": scalar}
 
 
 def _or_null(schema: JsonObject) -> JsonObject:
@@ -290,12 +286,10 @@ TEXT, WHOLE, NUMBER, YES = ({"type": kind} for kind in ("string", "integer", "nu
 FREE = {"type": "object"}
 BASE64 = {**TEXT, "contentEncoding": "base64", "description": "Or a data: URI."}
 COUNT = _object(count=WHOLE, ns=WHOLE)
-SIZE = {**WHOLE, "minimum": 0}
+SIZE = {**WHOLE, "minimum": 0, "exclusiveMaximum": 2**63}
 BINARY = _parameter(binary_data_size={**SIZE, "description": "The bytes after the JSON, in place of data."})
-CLASSIFICATION = {
-    **SIZE,
-    "description": "So many of the best classes, as value:index:label, in place of the logits; 0: the logits.",
-}
+MICROSECONDS = {**SIZE, "description": "Microseconds; 0: none."}
+CLASSIFICATION = {**SIZE, "description": "So many best classes as value:index:label, not the logits; 0: the logits."}
 TENSOR = {"name": TEXT, "datatype": {**TEXT, "examples": ["FP32", "UINT8", "BYTES"]}, "shape": _list(WHOLE)}
 CONFIG_TENSOR = _object("label_filename", name=TEXT, data_type=TEXT, dims=_list(WHOLE), label_filename=TEXT)
 
@@ -388,9 +382,7 @@ SCHEMAS: JsonObject = {
         "parameters",
         "outputs",
         id=_or_null(TEXT),
-        parameters=_or_null(
-            _parameter(binary_data_output=YES, timeout={**SIZE, "description": "Microseconds; 0: none."})
-        ),
+        parameters=_or_null(_parameter(binary_data_output=YES, timeout=MICROSECONDS)),
         inputs=_list(
             _object(
                 "data",
@@ -446,12 +438,7 @@ PARAMETERS: JsonObject = {
             "128 letters, digits and . _ : / + = -, the server makes one.",
             TEXT,
         ),
-        (
-            "Inference-Header-Content-Length",
-            "header",
-            "The bytes of JSON at the beginning of the body, where tensors follow it.",
-            SIZE,
-        ),
+        ("Inference-Header-Content-Length", "header", "The bytes of JSON in the body, before the tensors'.", SIZE),
         ("Content-Encoding", "header", "How the body is packed.", {"enum": ["gzip", "deflate", "identity"]}),
     )
 }

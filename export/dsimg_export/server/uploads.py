@@ -3,6 +3,7 @@
 import base64
 import binascii
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from dsimg_export.server.json_text import LONG, Most, load_json
 
 EXAMPLE = '{"images": ["BASE64", ...]}'
 DATA_URI = "data:image/"
+# It warns of each byte that is wrong in a form: any client could fill whatever keeps what the server prints.
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,13 @@ def allowed(expect, name):
     return next(request["status"] for request in expect["requests"] if request["id"] == name)
 
 
+def test_broken_forms_say_nothing_in_the_log(live, caplog):
+    forms = (b"--x\r\nA\x01: b\r\n\r\nd\r\n--x--", b"--x--" + b"junk" * 100, b"x" * 100)
+    kind = "multipart/form-data; boundary=x"
+    assert {live.post("/predict", form, content_type=kind).status for form in forms} == {400}
+    assert caplog.records == []
+
+
 def mutated(data, random_):
     """Return bytes with some changed, cut out, doubled, or the end missing."""
     data = bytearray(data)

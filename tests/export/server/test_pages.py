@@ -108,6 +108,12 @@ def test_the_pages_want_no_key_but_what_they_ask_does(run):
         assert live.get("/models").status == 401
 
 
+def test_the_document_says_whether_a_key_is_wanted(run, document):
+    assert document["security"] == [{"bearer": []}, {"header": []}, {}]
+    with serving(run.path, keys=(b"first",)) as live:
+        assert live.get("/openapi.json").json == {**document, "security": [{"bearer": []}, {"header": []}]}
+
+
 @pytest.mark.parametrize("path", ["/", "/docs"])
 def test_a_page_has_nothing_inline_and_nothing_from_elsewhere(live, path):
     text = live.get(path).body.decode()
