@@ -1,10 +1,10 @@
 """The application of `dsimg serve`: its table of routes, and what all answers have in common."""
 
 import asyncio
+import functools
 import math
 import time
 import traceback
-import uuid
 from collections.abc import Awaitable, Callable
 from email.utils import formatdate
 
@@ -69,7 +69,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
 
     async def endpoint(request: Request) -> Response:
         began = time.monotonic()
-        request_id = request_id_of(request.headers.get("x-request-id"), lambda: uuid.uuid4().hex)
+        request_id = request_id_of(request.headers.get("x-request-id"))
         span = None if server.tracing is None else server.tracing.begin(server, route, request, request_id)
         stages: dict[str, float] = {} if span is None else span.stages
         refused: HttpError | None = None
@@ -112,13 +112,18 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
 
 def _finish(server: Server, route: str, response: Response, *, request_id: str, ms: float, **said: object) -> None:
     """Give an answer the headers that all have, and its place in metrics and log."""
-    response.headers.update({**SECURITY, "x-request-id": request_id, "date": formatdate(usegmt=True)})
+    response.headers.update({**SECURITY, "x-request-id": request_id, "date": _date(int(time.time()))})
     if server.draining:
         response.headers["connection"] = "close"
     server.telemetry.requests.labels(route, response.status_code).inc()
     server.telemetry.seconds.labels(route).observe(ms / 1000)
     if server.access_log is not None:
         server.access_log(log_line(id=request_id, status=response.status_code, ms=ms, **said))
+
+
+@functools.lru_cache(maxsize=1)
+def _date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)
 
 
 def _unrouted(server: Server) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -143,7 +148,7 @@ def unrouted(server: Server, error: HttpError, *, client: tuple[str, int] | None
     response = refusal(error)
     response.headers["connection"] = "close"
     server.telemetry.errors.labels(error.kind).inc()
-    _finish(server, NO_ROUTE, response, request_id=uuid.uuid4().hex, ms=0.0, client=client[0] if client else None)
+    _finish(server, NO_ROUTE, response, request_id=request_id_of(None), ms=0.0, client=client[0] if client else None)
     return response
 
 

@@ -439,7 +439,7 @@ PARAMETERS: JsonObject = {
             TEXT,
         ),
         ("Inference-Header-Content-Length", "header", "The bytes of JSON in the body, before the tensors'.", SIZE),
-        ("Content-Encoding", "header", "How the body is packed.", {"enum": ["gzip", "deflate", "identity"]}),
+        ("Content-Encoding", "header", "How the body is packed.", {"enum": ["gzip", "deflate", "identity", ""]}),
     )
 }
 

@@ -1,7 +1,9 @@
 """What a server tells of itself: Prometheus metrics, an access log of one JSON object a line, and Server-Timing."""
 
+import itertools
 import json
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,6 +14,8 @@ from prometheus_client.registry import Collector
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 SHARES = tuple(tenth / 10 for tenth in range(1, 11))
+PROCESS = secrets.token_hex(10)  # begins the ids that this process gives
+_numbers = itertools.count(1)
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -70,9 +74,9 @@ def server_timing(stages: Mapping[str, float], *, batch: int) -> str:
     return ", ".join([*parts, f'batch;desc="{batch}"'] if batch else parts)
 
 
-def request_id_of(given: str | None, new: Callable[[], str]) -> str:
+def request_id_of(given: str | None) -> str:
     """Return the client's request id where it is harmless in a log and a header, else a new one."""
-    return given if given and REQUEST_ID.fullmatch(given) else new()
+    return given if given and REQUEST_ID.fullmatch(given) else f"{PROCESS}{next(_numbers):012x}"
 
 
 def log_line(**fields: object) -> str:
