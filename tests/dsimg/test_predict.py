@@ -3,16 +3,21 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dsimg import metrics
 from dsimg.errors import DsimgError
-from dsimg.predict import PredictConfig, predict, predictions
+from dsimg.predict import PredictConfig, best_of_each, predict, predictions
 from dsimg.preprocess import Preprocess, preprocess_image
 from dsimg.train import TrainConfig, train
+from dsimg_export import served
 from dsimg_export.session import open_session
 from tests.conftest import make_folder
 from tests.export.runs import CLASSES, PREPROCESS, write_run
@@ -78,8 +83,9 @@ def test_the_table_names_bad_files_and_ends_with_an_error(
     assert f"{max(shares.values()):.2%}" in said
 
 
+@pytest.mark.parametrize("callers", [1, 3])
 def test_order_holds_over_batches_and_logits_that_are_not_finite_are_no_prediction(
-    tmp_path: Path, pictures: Path
+    tmp_path: Path, pictures: Path, callers: int
 ) -> None:
     run = write_run(tmp_path / "run")
     files = [pictures / "a.png", tmp_path / "gone.png", pictures / "deeper" / "b.png"] * 30
@@ -87,18 +93,77 @@ def test_order_holds_over_batches_and_logits_that_are_not_finite_are_no_predicti
 
     def answer(pixels: np.ndarray) -> np.ndarray:
         calls.append(len(pixels))
+        time.sleep(0.05 if len(calls) == 1 else 0)  # with several callers the first batch is not ready first
         logits = np.zeros((len(pixels), 5), np.float32)
         logits[:, 2] = np.log(4.0)
         logits[pixels.mean(axis=(1, 2, 3)) == pixels[0].mean(), 0] = np.nan  # those of a.png
         return logits
 
-    found = list(predictions(answer, files, run=run, top=1))
+    found = list(predictions(answer, files, run=run, top=1, callers=callers))
     assert [one.file for one in found] == files
     assert sum(calls) == 60
     assert len(calls) > 1
     assert all("NaN" in (one.error or "") for one in found[0::3])
     assert all("No such file" in (one.error or "") for one in found[1::3])
     assert [one.classes for one in found[2::3]] == [(("fly", pytest.approx(0.5)),)] * 30
+
+
+def test_several_callers_at_once_take_a_batch_each_and_one_more_waits(tmp_path: Path, pictures: Path) -> None:
+    run = write_run(tmp_path / "run")
+    files = [pictures / "a.png"] * 32 * 20
+    together = threading.Barrier(3)
+    calls: list[int] = []
+
+    def answer(pixels: np.ndarray) -> np.ndarray:
+        calls.append(len(pixels))
+        if len(calls) <= 3:
+            together.wait(30)  # broken where fewer than three call
+        return np.zeros((len(pixels), 5), np.float32)
+
+    found = predictions(answer, files, run=run, top=1, callers=3)
+    assert next(found).classes == (("ant", pytest.approx(0.2)),)
+    time.sleep(0.2)
+    assert calls == [32] * 4  # however slowly they are taken
+    found.close()
+    assert calls == [32] * 4
+
+
+def test_what_goes_wrong_in_the_network_is_raised(tmp_path: Path, pictures: Path) -> None:
+    def answer(pixels: np.ndarray) -> np.ndarray:
+        raise MemoryError("no memory")
+
+    run = write_run(tmp_path / "run")
+    with pytest.raises(MemoryError, match="no memory"):
+        list(predictions(answer, [pictures / "a.png"] * 200, run=run, top=1, callers=2))
+
+
+@pytest.mark.parametrize("classes", [1, 2, 9, 127, 1000])
+def test_the_best_of_a_batch_are_those_of_its_rows_to_the_bit(classes: int) -> None:
+    random = np.random.default_rng(0)
+    logits = (random.standard_normal((33, classes)) * 10).astype(np.float32)
+    logits[3, 0] = np.nan
+    logits[4, -1] = -np.inf
+    logits[5] = 1.0
+    for rows in (logits, logits[:1], logits[3:5], logits[:0]):
+        assert best_of_each(rows, 5) == [metrics.best_classes(row, 5) for row in rows]
+
+
+def test_a_session_and_its_callers_share_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, opened = write_run(tmp_path / "run"), []
+    open_served = served.open_served
+
+    def opening(*args: Any, threads: int, **others: Any) -> served.Served:
+        opened.append(threads)
+        return open_served(*args, threads=threads, **others)
+
+    monkeypatch.setattr(served, "open_served", opening)
+    pixels = np.zeros((40, 16, 16, 3), np.uint8)
+    for number, picture in enumerate(pixels):
+        Image.fromarray(picture).save(tmp_path / f"{number:02}.png")
+    for threads in (1, 2, 8):
+        predict(PredictConfig(source=run.path, images=(tmp_path / "00.png",), threads=threads))
+        predict(PredictConfig(source=run.path, images=tuple(sorted(tmp_path.glob("*.png"))), threads=threads))
+    assert opened == [1, 1, 2, 1, 8, 7]  # of one batch, and of two
 
 
 def test_a_training_run_answers_too(tmp_path: Path) -> None:
