@@ -105,7 +105,8 @@ def ours(source: Path, folder: Path, out: Path) -> Cost:
     """Return what the command takes. It is looked at from outside."""
     partial = out.with_name(f"{out.name}.partial")
     begun = time.perf_counter()
-    process = subprocess.Popen(command(source, folder, out), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    words = command(source, folder, out)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while not partial.exists() and process.poll() is None:
         time.sleep(LOOK_SECONDS)
     start = time.perf_counter() - begun
@@ -113,14 +114,26 @@ def ours(source: Path, folder: Path, out: Path) -> Cost:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         start_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     assert process.stdout is not None
-    said = process.stdout.read()
+    peak = 0
+    with process.stdout as stdout:
+        for _ in stdout:  # a line every few seconds, and some at the end
+            peak = _peak_kib(process.pid) or peak
     _, status, usage = os.wait4(process.pid, 0)
     wall = time.perf_counter() - begun
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"dsimg predict ended with {process.returncode}:\n{said.decode()}")
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}; run it to see why")
     cpu = usage.ru_utime + usage.ru_stime
-    return Cost(wall - start, cpu - start_cpu, start, start_cpu, usage.ru_maxrss / 1024)
+    return Cost(wall - start, cpu - start_cpu, start, start_cpu, peak / 1024)
+
+
+def _peak_kib(process: int) -> int:
+    """Return the peak of a process's memory so far; 0 when it has ended. Its rusage begins with its parent's."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1])
+    return 0
 
 
 def measure(source: Path, folder: Path, count: int, scratch: Path, options: argparse.Namespace) -> None:
