@@ -194,6 +194,7 @@ class Engine:
                     self._steps_at_scale = 0
         return float(self._engine.get_global_grad_norm()) / scale, skipped
 
+    @torch.no_grad()  # without it the averages would carry a graph of all the steps before
     def _average(self) -> None:
         """Move the moving averages towards the weights, faster in the first steps (as timm's ModelEmaV3 does)."""
         self.ema_steps += 1

@@ -47,14 +47,17 @@ def top_k(logits: FloatArray, k: int) -> npt.NDArray[np.int64]:
     return ids
 
 
-def best_classes(logits: FloatArray, k: int) -> list[tuple[int, float]] | None:
-    """logits: (C,) -> the best k classes with their probabilities, best first; None where a logit is not finite."""
-    exact = logits.astype(np.float64)
-    if not np.isfinite(exact).all():
-        return None
-    shares = np.exp(exact - exact.max())
-    shares /= shares.sum()
-    return [(int(best), float(shares[best])) for best in top_k(exact[None], k)[0]]
+def best_classes(logits: FloatArray, k: int) -> list[list[tuple[int, float]] | None]:
+    """logits: (N, C) -> for each row the best k classes with their probabilities, best first; None where a logit is not
+    finite."""
+    finite = np.asarray(np.isfinite(logits).all(axis=1), np.bool_)
+    exact = logits[finite].astype(np.float64)
+    shares = np.exp(exact - exact.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    ids = top_k(exact, k)
+    best = np.take_along_axis(shares, ids, axis=1)
+    rows = (list(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True))
+    return [next(rows) if good else None for good in finite.tolist()]
 
 
 def evaluation_report(*, labels: IntArray, top: IntArray, losses: FloatArray, classes: Sequence[str]) -> dict[str, Any]:

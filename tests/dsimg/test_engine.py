@@ -161,6 +161,7 @@ def test_ema_is_the_average_of_the_fp32_weights(stage: int, precision: str) -> N
         decay = min(0.9, (1 + step) / (10 + step))  # the first weights are soon forgotten
         for name, tensor in engine.full_state().items():
             average[name].lerp_(tensor, 1 - decay)
+    assert not any(tensor.requires_grad for tensor in engine.ema)  # else they hold a graph of all steps
     trained = engine.full_state()
     images, _ = batch()
     engine.eval()

@@ -188,10 +188,21 @@ def test_metrics_does_not_load_torch():
 
 
 def test_the_best_classes_have_the_softmax_s_probabilities() -> None:
-    logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
-    shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum()
-    found = best_classes(logits, 3)
+    logits = np.array([[1.0, 3.0, 3.0, 2.0], [np.nan, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 9.0]], np.float32)
+    shares = np.exp(logits.astype(np.float64)) / np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True)
+    found, not_finite, third = best_classes(logits, 3)
     assert found is not None
+    assert third is not None
+    assert not_finite is None
     assert [k for k, _ in found] == [1, 2, 3]
-    np.testing.assert_allclose([share for _, share in found], shares[[1, 2, 3]], rtol=1e-12)
-    assert best_classes(np.array([1.0, np.nan]), 1) is None
+    np.testing.assert_allclose([share for _, share in found], shares[0, [1, 2, 3]], rtol=1e-12)
+    assert third[0] == (3, pytest.approx(shares[2, 3], rel=1e-12))
+    assert best_classes(logits[:0], 3) == []
+
+
+@pytest.mark.parametrize("classes", [1, 2, 9, 127, 1000])
+def test_a_row_s_best_classes_do_not_depend_on_its_neighbours(classes: int) -> None:
+    random = np.random.default_rng(0)
+    logits = (random.standard_normal((33, classes)) * 10).astype(np.float32)
+    logits[3, 0], logits[4, -1], logits[5] = np.nan, -np.inf, 1.0
+    assert best_classes(logits, 5) == [best_classes(row[None], 5)[0] for row in logits]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dsimg import metrics
 from dsimg.errors import DsimgError
-from dsimg.predict import PredictConfig, best_of_each, predict, predictions
+from dsimg.predict import PredictConfig, predict, predictions
 from dsimg.preprocess import Preprocess, preprocess_image
 from dsimg.train import TrainConfig, train
 from dsimg_export import served
@@ -135,17 +134,6 @@ def test_what_goes_wrong_in_the_network_is_raised(tmp_path: Path, pictures: Path
     run = write_run(tmp_path / "run")
     with pytest.raises(MemoryError, match="no memory"):
         list(predictions(answer, [pictures / "a.png"] * 200, run=run, top=1, callers=2))
-
-
-@pytest.mark.parametrize("classes", [1, 2, 9, 127, 1000])
-def test_the_best_of_a_batch_are_those_of_its_rows_to_the_bit(classes: int) -> None:
-    random = np.random.default_rng(0)
-    logits = (random.standard_normal((33, classes)) * 10).astype(np.float32)
-    logits[3, 0] = np.nan
-    logits[4, -1] = -np.inf
-    logits[5] = 1.0
-    for rows in (logits, logits[:1], logits[3:5], logits[:0]):
-        assert best_of_each(rows, 5) == [metrics.best_classes(row, 5) for row in rows]
 
 
 def test_a_session_and_its_callers_share_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

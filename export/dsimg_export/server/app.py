@@ -157,6 +157,8 @@ def refusal(error: HttpError) -> Response:
     response = json_response({"error": str(error)}, status=error.status)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if error.status == 415:
+        response.headers["accept-encoding"] = "gzip, deflate"
     if error.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     if error.close:

@@ -7,6 +7,8 @@ is counted is images, not requests. Runs in one event loop; the network runs in 
 import asyncio
 import functools
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,9 +22,17 @@ from numpy.typing import NDArray
 from dsimg_export.server.errors import RefusedError
 
 Network = Callable[[NDArray[Any]], NDArray[np.float32]]
+# Of the threads that compute (Linux counts it by thread): where they take the loop's turns, requests wait unread.
+NICENESS = 5
 # How much the last batch weighs in what an image is thought to take, and how many times as long it may seem.
 WEIGHT = 0.1
 MOST = 4.0
+
+
+def step_back() -> None:
+    """Let the loop's thread go before the calling one."""
+    if sys.platform == "linux":
+        os.nice(NICENESS)
 
 
 def learn(expected: float, seconds: float) -> float:
@@ -96,7 +106,7 @@ class Batcher:
         self.workers = workers
         self.network, self.lone_network = network, lone_network
         self._observe = observe
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="infer")
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="infer", initializer=step_back)
         self._queue: deque[_Image] = deque()
         self._running = 0  # batches
         self._timer: asyncio.TimerHandle | None = None
@@ -144,17 +154,20 @@ class Batcher:
         request = _Request([None] * len(images), loop.create_future(), waiting=len(images))
         self._queue.extend(_Image(pixels, request, place, now) for place, pixels in enumerate(images))
         self._dispatch()
+        late = False
         try:
             async with asyncio.timeout(None if deadline == math.inf else deadline - now):
                 await request.future
         except TimeoutError:
-            raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline") from None
+            late = True
         finally:
             if request.waiting:
                 self.done.failed += 1
                 # Late, failed, or its caller is gone: what has not run yet need not.
                 self._queue = deque(image for image in self._queue if image.request is not request)
                 self._dispatch()
+        if late:  # not raised above: its context would hold the task, and that the error, the body and the pixels
+            raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
         timing, done = request.timing, self.done
         done.requests += 1
         done.request_seconds += time.monotonic() - now

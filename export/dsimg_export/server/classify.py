@@ -3,6 +3,7 @@ client goes."""
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,10 @@ from dsimg_export.server.model import Model
 from dsimg_export.server.state import Limits, Server
 
 T = TypeVar("T")
+# How many times as long as expected an answer may take and still be in time. Without it the queue grows until half of
+# what is admitted comes late: decoded, and perhaps run, for nothing.
+MARGIN = 2.0
+NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
 
 
 def deadline_of(request: Request, limits: Limits) -> float:
@@ -32,7 +37,7 @@ def deadline_of(request: Request, limits: Limits) -> float:
             asked = float(text)
         except ValueError:
             asked = math.nan
-        if not asked > 0:
+        if not (NUMBER.fullmatch(text) and asked > 0):
             raise HttpError(400, "X-Request-Timeout is a number of seconds above 0.", kind="request")
         seconds = min(seconds, asked)
     return time.monotonic() + seconds
@@ -90,7 +95,7 @@ def admit(server: Server, model: Model, images: int, deadline: float) -> None:
     # Decoding and the network run beside each other: the slower one sets the pace.
     slower = max(server.decoder.wait_for(images), model.batcher.wait_for(waiting + images))
     expected = slower + model.batcher.seconds_per_image
-    if (waiting or model.batcher.busy) and time.monotonic() + expected > deadline:
+    if (waiting or model.batcher.busy) and time.monotonic() + MARGIN * expected > deadline:
         raise RefusedError(
             f"cannot be answered in time: about {expected:.2f} s are needed", kind="deadline", retry_after=expected
         )
@@ -108,6 +113,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
+        del task  # its error holds this frame: the body would stay until the garbage collector comes
 
 
 async def _gone(request: Request) -> None:

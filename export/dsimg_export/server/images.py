@@ -48,9 +48,12 @@ async def _predict(
     ]
     failed = [answer for answer in answers if "error" in answer]
     content: dict[str, Any] = {"model": model.name, "version": model.version, "images": answers}
+    status = 200
     if len(failed) == len(answers):
-        content = {"error": failed[0]["error"] if len(failed) == 1 else "no image could be read", **content}
-    response = json_response(content, status=400 if len(failed) == len(answers) else 200)
+        reasons = {answer["error"] for answer in failed}
+        status = 500 if NOT_FINITE in reasons else 400  # by the network, or by what was sent
+        content = {"error": reasons.pop() if len(reasons) == 1 else "no image has an answer", **content}
+    response = json_response(content, status=status)
     response.headers["server-timing"] = server_timing(stages, batch=timing.batch)
     return response
 
@@ -72,7 +75,7 @@ def _row(
     reason = upload.error or (row if isinstance(row, str) else None)
     if reason is not None or isinstance(row, str):
         return {**said, "error": reason}
-    best = best_classes(row, top)
+    (best,) = best_classes(row[None], top)
     if best is None:
         return {**said, "error": NOT_FINITE}
     server.telemetry.confidence.labels(model.name).observe(best[0][1])

@@ -20,7 +20,7 @@ from dsimg.runtime import Provider
 from dsimg.show import ancestry
 from dsimg_export.golden import read_golden
 from dsimg_export.served import Served, depends_on_batch, open_served
-from dsimg_export.server.batcher import Batcher, Network, Timing, learn
+from dsimg_export.server.batcher import Batcher, Network, Timing, learn, step_back
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
 
@@ -54,7 +54,7 @@ class Decoder:
     def __init__(self, threads: int, *, max_pixels: int) -> None:
         self.threads = threads
         self._max_pixels = max_pixels
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=step_back)
         self.waiting = 0  # images, those that are being decoded included
         self.seconds_per_image = 0.0
 
@@ -89,7 +89,11 @@ class Decoder:
                 job.cancel()
         if late:
             raise self._late()
-        return [future.result()[0] for future in futures]
+        try:
+            return [future.result()[0] for future in futures]
+        finally:
+            futures.clear()  # their errors hold this frame
+            jobs.clear()
 
     def close(self) -> None:
         """End the threads."""

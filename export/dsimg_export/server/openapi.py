@@ -35,7 +35,7 @@ REFUSALS = {
     500: "The network gave NaN or infinity, which the answer asked for cannot hold.",
     503: "There is no room, or the answer would come too late.",
 }
-REFUSAL_HEADERS = {401: ("WWW-Authenticate",), 503: ("Retry-After",)}
+REFUSAL_HEADERS = {401: ("WWW-Authenticate",), 415: ("Accept-Encoding",), 503: ("Retry-After",)}
 ALWAYS = (400, 429, 431, 503)  # any request may be damaged, too much, or one too many
 
 
@@ -100,9 +100,9 @@ def _images() -> JsonObject:
     }
     first, named = "The best classes of each image, by the first model", "The same, by a model that is named"
     return {
-        "/predict": {"post": _operation("images", "predict", first, refused=(408, 413), **said)},
+        "/predict": {"post": _operation("images", "predict", first, refused=(408, 413, 500), **said)},
         "/models/{name}/predict": {
-            "post": _operation("images", "predict_by", named, path=("name",), refused=(404, 408, 413), **said)
+            "post": _operation("images", "predict_by", named, path=("name",), refused=(404, 408, 413, 500), **said)
         },
     }
 
@@ -454,6 +454,7 @@ HEADERS: JsonObject = {
         },
     },
     "Retry-After": {"required": True, "description": "Seconds after which there may be room.", "schema": WHOLE},
+    "Accept-Encoding": {"required": True, "description": "gzip, deflate.", "schema": TEXT},
     "WWW-Authenticate": {"required": True, "description": "Bearer.", "schema": TEXT},
     "Inference-Header-Content-Length": {"description": "The bytes of JSON, where tensors follow it.", "schema": WHOLE},
 }

@@ -81,7 +81,10 @@ class Server:
             job.cancel()
         if not done:
             raise RefusedError("its deadline has passed", kind="deadline", retry_after=1.0)
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            del future, job  # their error holds this frame, and that the body
 
 
 # What a route is: the request, and a dict that it tells the seconds of each stage.

@@ -258,3 +258,23 @@ def test_what_files_were_is_counted(run):
             ("PNG", "LA", "no", "1.0"),
         )
     }
+
+
+def test_a_network_that_gives_nan_is_the_server_s_fault(run):
+    data = encoded_pictures()[0]
+    with serving(run.path, lone_threads=1) as live:
+        (model,) = live.server.models.values()
+        model.batcher.network = lambda images: np.full((len(images), 5), np.nan, np.float32)
+        answer = live.post("/predict", data)
+        body, kind = form(("bad", b"no image"), ("good", data))
+        both = live.post("/predict", body, content_type=kind)
+    assert answer.status == 500
+    assert answer.json["error"] == answer.json["images"][0]["error"] == "the network gave NaN or infinity"
+    assert both.status == 500
+    assert both.json["error"] == "no image has an answer"
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1_0", "nan", "0", "-1", "one", ""])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(live, seconds):
+    answer = live.post("/predict", encoded_pictures()[0], x_request_timeout=seconds)
+    assert (answer.status, "X-Request-Timeout" in answer.json["error"]) == (400, True)
