@@ -87,23 +87,28 @@ if __name__ == "__main__":
     server.run(port=int(sys.argv[1]), log_level="error", generate_client_file=False)
 """,
     "bentoml": """
+import asyncio
 import bentoml
 from pathlib import Path
+@bentoml.service(workers=1)
+class Network:
+    @bentoml.api(batchable=True, max_batch_size=8, max_latency_ms=10000)
+    def infer(self, images: np.ndarray) -> np.ndarray:
+        return session.run(None, {"images": images.astype(np.float32)})[0]
 @bentoml.service(workers=1, traffic={"timeout": 60})
 class Classifier:
-    @bentoml.api(batchable=True, max_batch_size=8, max_latency_ms=10000)
-    def network(self, images: np.ndarray) -> np.ndarray:
-        return session.run(None, {"images": images.astype(np.float32)})[0]
+    network = bentoml.depends(Network)
     @bentoml.api(route="/predict")
-    def predict(self, image: Path) -> dict:
-        return {"classes": best(self.network(prepare(image.read_bytes())[None])[0])}
+    async def predict(self, image: Path) -> dict:
+        images = (await asyncio.to_thread(prepare, image.read_bytes()))[None]
+        return {"classes": best((await self.network.to_async.infer(images))[0])}
 """,
 }
 BOUNDARY = "dsimg-benchmark"
 
 
 class Process:
-    """A server in a process group of its own."""
+    """A server in a session of its own, which its processes do not leave."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, *, form: bool = False, cwd: Path) -> None:
         self.name, self.port, self.form = name, port, form
@@ -125,14 +130,16 @@ class Process:
 
     def send(self, sig: int) -> None:
         """Send a signal to all of its processes."""
-        os.killpg(self.process.pid, sig)
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
 
     def members(self) -> list[int]:
         """Return its processes."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if os.getpgid(int(entry.name)) == self.process.pid:
+                if os.getsid(int(entry.name)) == self.process.pid:
                     found.append(int(entry.name))
         return found
 
@@ -166,12 +173,15 @@ def _request(image: bytes, *, form: bool) -> bytes:
 async def _ask(port: int, request: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        await _exchange(reader, writer, request)
+        status = await _exchange(reader, writer, request)
+        if status != 200:
+            raise ValueError(f"status {status}")
     finally:
         writer.close()
 
 
-async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
+async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:
+    """Return the status of the answer to a request."""
     writer.write(request)
     head = await reader.readuntil(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])
@@ -179,30 +189,35 @@ async def _exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")
     )
     await reader.readexactly(length)
-    if status != 200:
-        raise ValueError(f"status {status}")
+    return status
 
 
 async def load(port: int, images: Sequence[bytes], *, clients: int, seconds: float, form: bool) -> dict[str, float]:
     """Return what so many clients got out of a server, after a second of warming up."""
     requests = [_request(image, form=form) for image in images]
     waits: list[float] = []
+    failed = 0
     begun = time.monotonic()
     counted_from, end = begun + 1, begun + 1 + seconds
 
     async def client(number: int) -> None:
+        nonlocal failed
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
         place = number
         while (start := time.monotonic()) < end:
-            await _exchange(reader, writer, requests[place % len(requests)])
+            status = await _exchange(reader, writer, requests[place % len(requests)])
             place += clients
             now = time.monotonic()
             if start >= counted_from and now <= end:
-                waits.append(now - start)
+                if status == 200:
+                    waits.append(now - start)
+                else:
+                    failed += 1
         writer.close()
 
     await asyncio.gather(*(client(number) for number in range(clients)))
-    return {"rate": len(waits) / seconds, "p50": statistics.median(waits), "p99": float(np.percentile(waits, 99))}
+    p99 = float(np.percentile(waits, 99))
+    return {"rate": len(waits) / seconds, "p50": statistics.median(waits), "p99": p99, "failed": failed}
 
 
 def ceiling(served: Served, images: Sequence[bytes], *, seconds: float, threads: int) -> float:
@@ -364,14 +379,16 @@ def measure(
                         "form": server.form,
                     }
                     command = [sys.executable, __file__, "--client", json.dumps(asked)]
-                    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+                    answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+                    if answer.returncode:
+                        raise SystemExit(f"{server.name} failed:\n{Path(server.log.name).read_text()[-4000:]}")
                     found.setdefault((server.name, clients), []).append(json.loads(answer.stdout))
                     server.send(signal.SIGSTOP)
         memory = {server.name: server.memory() for server in running}
     top = statistics.median(tops)
     print(f"\nceiling without HTTP: {top:.0f} images a second\n")
-    print("| clients | server | requests/s | dsimg / it | of the ceiling | p50, ms | p99, ms |")
-    print("|---" * 7 + "|")
+    print("| clients | server | requests/s | dsimg / it | of the ceiling | p50, ms | p99, ms | not 200 |")
+    print("|---" * 8 + "|")
     for clients in options.clients:
         for name in names:
             rates = [one["rate"] for one in found[name, clients]]
@@ -385,7 +402,8 @@ def measure(
                 f"{share:.2f}",
                 *(f"{1000 * s:.1f}" for s in cells),
             ]
-            print(f"| {clients} | {name} | {' | '.join(row)} |")
+            failed = sum(round(one["failed"]) for one in found[name, clients])
+            print(f"| {clients} | {name} | {' | '.join(row)} | {failed} |")
     print("\n| server | start to first answer, s | memory after, MiB | idle, % of a core |\n|---|---|---|---|")
     for name in names:
         print(f"| {name} | {first[name]:.1f} | {memory[name]:.0f} | {100 * idle[name]:.1f} |")

@@ -8,6 +8,7 @@ A run is verified before it is served: its golden images have to give here what 
 import asyncio
 import contextlib
 import functools
+import gc
 import ipaddress
 import math
 import signal
@@ -395,6 +396,9 @@ class _Answering(uvicorn.Server):
         if self.should_exit:
             return
         self._loop = asyncio.get_running_loop()
+        # What is there now stays: without this each full collection looks at all of it, and a request waits meanwhile.
+        gc.collect()
+        gc.freeze()
         self._server.loaded = True
         self._background = [asyncio.create_task(work()) for work in self._beside]
         cli.context().terminal.say(f"ready: {self._url}")
