@@ -108,7 +108,7 @@ BOUNDARY = "dsimg-benchmark"
 
 
 class Process:
-    """A server in a session of its own, which its processes do not leave."""
+    """A server in a process group of its own."""
 
     def __init__(self, name: str, command: Sequence[str], port: int, *, form: bool = False, cwd: Path) -> None:
         self.name, self.port, self.form = name, port, form
@@ -135,12 +135,15 @@ class Process:
                 os.kill(pid, sig)
 
     def members(self) -> list[int]:
-        """Return its processes."""
-        found = []
+        """Return its processes: the one that was started and all below it, which may have sessions of their own."""
+        children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                if os.getsid(int(entry.name)) == self.process.pid:
-                    found.append(int(entry.name))
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+        found = [self.process.pid]
+        for pid in found:  # grows meanwhile
+            found += children.get(pid, [])
         return found
 
     def memory(self) -> float:

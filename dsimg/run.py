@@ -272,7 +272,7 @@ class Run:
     def open(cls, path: Path) -> "Run":
         """Open a finished run. Raises RunError that says what is there instead."""
         if not path.is_dir():
-            raise RunError(f"there is no run folder {path}. `dsimg train --out {path}` makes one.")
+            raise RunError(f"there is no run folder {path} (from {Path.cwd()}). Check the path.")
         manifest = path / "run.json"
         if not manifest.exists():
             found = sorted(entry.name for entry in path.iterdir())

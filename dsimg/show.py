@@ -150,7 +150,7 @@ def _is_left_out(name: str) -> bool:
 def _step(run: Run) -> Step:
     manifest = run.manifest
     assert manifest is not None
-    parents = tuple(_find(entry, child=run.path) for entry in manifest["parents"])
+    parents = tuple(find_parent(entry, child=run.path) for entry in manifest["parents"])
     digest = sha256(run.path / "run.json")
     config = read_json(run.path / "config.json") if (run.path / "config.json").exists() else {}
     return Step(
@@ -165,7 +165,8 @@ def _step(run: Run) -> Step:
     )
 
 
-def _find(entry: Mapping[str, str], *, child: Path) -> Parent:
+def find_parent(entry: Mapping[str, str], *, child: Path) -> Parent:
+    """Return a parent that the run `child` recorded: where it was, or beside the run; known by its hash."""
     recorded, digest = Path(entry["path"]), entry["sha256"]
     beside = child.resolve().parent / recorded.name
     if _hash_of(recorded) == digest:

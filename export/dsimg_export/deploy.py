@@ -148,7 +148,7 @@ class DeployConfig:
         if self.to == "kserve":
             if self.storage_uri is None:
                 raise ConfigError(
-                    "--to kserve needs --storage_uri: where the model repository will lie, as s3://BUCKET/F."
+                    "--to kserve needs --storage_uri: where the model repository will lie, as s3://BUCKET/FOLDER."
                 )
             if self.drain_seconds + self.grace_seconds >= KSERVE_SECONDS:
                 raise ConfigError(
@@ -156,7 +156,9 @@ class DeployConfig:
                     f"accepted; KServe ends a server after {KSERVE_SECONDS}. Give less, or a shorter --deadline_ms."
                 )
         if self.wheel is not None and (self.wheel.suffix != ".whl" or not self.wheel.is_file()):
-            raise ConfigError(f"--wheel {self.wheel} is not a wheel. `pip wheel --no-deps -w DIR dsimg` makes one.")
+            raise ConfigError(
+                f"--wheel {self.wheel} is not a wheel. `pip wheel --no-deps -w DIR PATH_OF_DSIMG` makes one."
+            )
 
     @property
     def grace_seconds(self) -> float:

@@ -7,6 +7,7 @@ A run is verified before it is served: its golden images have to give here what 
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import ipaddress
@@ -464,9 +465,10 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. Give another --port, or 0 for a free one."
-        ) from error
+        remedy = "Give another --port, or 0 for a free one."
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = "Give an address of this machine as --host."
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}. {remedy}") from error
     return listener
 
 

@@ -25,6 +25,7 @@ from dsimg.metrics import accuracy_text
 from dsimg.preprocess import Preprocess
 from dsimg.run import Run, read_json, sha256
 from dsimg.runtime import Provider
+from dsimg.show import Parent, find_parent
 from dsimg_export.golden import (
     Golden,
     Limit,
@@ -262,7 +263,7 @@ class _Verification:
         found = []
         for entry in self._parents:
             try:
-                found.append(self._compare_parent(Path(entry["path"]), entry["sha256"]))
+                found.append(self._compare_parent(find_parent(entry, child=self.run.path)))
             except (DsimgError, OSError) as error:
                 found.append(f"{entry['path']} cannot be read ({str(error).rstrip('.')}): not compared")
         return "; ".join(found) or "none"
@@ -353,11 +354,11 @@ class _Verification:
                 return json.loads(entry.value)
         return None
 
-    def _compare_parent(self, path: Path, digest: str) -> str:
-        manifest = path / "run.json"
-        if not manifest.is_file():
+    def _compare_parent(self, recorded: Parent) -> str:
+        path = recorded.path
+        if recorded.state == "gone":
             return f"{path} is not here: not compared"
-        if sha256(manifest) != digest:
+        if recorded.state == "made anew":
             return f"{path} has been made anew since: not compared"
         parent = Run.open(path)
         if not parent.has("model"):

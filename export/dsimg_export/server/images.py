@@ -1,6 +1,5 @@
 """The images' own routes: POST /predict, and GET /models, what is served."""
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from dsimg_export.server.classify import classify, deadline_of
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Model
+from dsimg_export.server.protocol import decompress
 from dsimg_export.server.state import Server, json_response
 from dsimg_export.server.telemetry import server_timing
 from dsimg_export.server.uploads import Upload, read_uploads, takes_long
@@ -38,8 +38,15 @@ async def _predict(
     body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
     deadline = deadline_of(request, limits)
     kind = request.headers.get("content-type", "")
-    read = functools.partial(read_uploads, body, kind, max_images=limits.images)
-    uploads = await server.beside(read, deadline=deadline) if takes_long(body, kind) else read()
+    encoding = request.headers.get("content-encoding", "")
+
+    def read() -> tuple[list[Upload], int]:
+        whole = decompress(body, encoding, limit=limits.body_bytes) if encoding else body
+        return read_uploads(whole, kind, max_images=limits.images), len(whole)
+
+    long = bool(encoding) or takes_long(body, kind)
+    uploads, size = await server.beside(read, deadline=deadline) if long else read()
+    take(max(0, size - len(body)))
     stages["read"] = time.monotonic() - began
     rows, timing = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
     answers = [

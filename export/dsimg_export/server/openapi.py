@@ -73,7 +73,7 @@ def _images() -> JsonObject:
     }
     photo = {"class": "tabby", "index": 281, "probability": 0.93}
     said: JsonObject = {
-        "parameters": ("top", "X-Request-Timeout"),
+        "parameters": ("top", "X-Request-Timeout", "Content-Encoding"),
         "body": {
             "required": True,
             "description": "One image as it is, a form of files, or JSON with base64. A body that is neither form nor "
@@ -100,9 +100,9 @@ def _images() -> JsonObject:
     }
     first, named = "The best classes of each image, by the first model", "The same, by a model that is named"
     return {
-        "/predict": {"post": _operation("images", "predict", first, refused=(408, 413, 500), **said)},
+        "/predict": {"post": _operation("images", "predict", first, refused=(408, 413, 415, 500), **said)},
         "/models/{name}/predict": {
-            "post": _operation("images", "predict_by", named, path=("name",), refused=(404, 408, 413, 500), **said)
+            "post": _operation("images", "predict_by", named, path=("name",), refused=(404, 408, 413, 415, 500), **said)
         },
     }
 

@@ -1,8 +1,10 @@
 """POST /predict: images in, labels out."""
 
 import base64
+import gzip
 import io
 import json
+import zlib
 
 import numpy as np
 import pytest
@@ -278,3 +280,25 @@ def test_a_network_that_gives_nan_is_the_server_s_fault(run):
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(live, seconds):
     answer = live.post("/predict", encoded_pictures()[0], x_request_timeout=seconds)
     assert (answer.status, "X-Request-Timeout" in answer.json["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_a_packed_body_is_unpacked(live, encoding, pack):
+    data = encoded_pictures()[0]
+    plain, packed = live.post("/predict", data), live.post("/predict", pack(data), content_encoding=encoding)
+    assert packed.json == plain.json
+    body, kind = form(("a", data))
+    assert live.post("/predict", pack(body), content_encoding=encoding, content_type=kind).status == 200
+
+
+def test_what_a_packed_body_unpacks_to_is_bounded(run):
+    with serving(run.path, max_body_mib=0.1) as live:
+        answer = live.post("/predict", gzip.compress(bytes(2**20)), content_encoding="gzip")
+    assert answer.status == 413
+    assert "larger than 104857 bytes" in answer.json["error"]
+
+
+def test_a_body_packed_otherwise_is_refused(live):
+    answer = live.post("/predict", encoded_pictures()[0], content_encoding="br")
+    assert answer.status == 415
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
