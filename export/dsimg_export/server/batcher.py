@@ -5,6 +5,7 @@ is counted is images, not requests. Runs in one event loop; the network runs in 
 """
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 from dsimg_export.server.errors import RefusedError
 
 Network = Callable[[NDArray[Any]], NDArray[np.float32]]
-# Of the threads that compute (Linux counts it by thread): where they take the loop's turns, requests wait unread.
+# Of the threads that decode and call the network, by thread as Linux has it: where they take the loop's turns, requests
+# wait unread. ONNX Runtime's own threads stay as they are.
 NICENESS = 5
 # How much the last batch weighs in what an image is thought to take, and how many times as long it may seem.
 WEIGHT = 0.1
@@ -32,7 +34,8 @@ MOST = 4.0
 def step_back() -> None:
     """Let the loop's thread go before the calling one."""
     if sys.platform == "linux":
-        os.nice(NICENESS)
+        with contextlib.suppress(OSError):  # forbidden here: its pool would be broken for good
+            os.nice(NICENESS)
 
 
 def learn(expected: float, seconds: float) -> float:
@@ -197,8 +200,14 @@ class Batcher:
                 return
             batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
             network = self.network if self.busy or self.lone_network is None else self.lone_network
+            try:
+                task = loop.run_in_executor(self._pool, _run, network, [image.pixels for image in batch])
+            except RuntimeError as error:  # no thread can be started now
+                for image in batch:
+                    if not image.request.future.done():
+                        image.request.future.set_exception(error)
+                continue
             self._running += 1
-            task = loop.run_in_executor(self._pool, _run, network, [image.pixels for image in batch])
             task.add_done_callback(functools.partial(self._finish, batch, now, network))
         if self._idle is not None and not self.busy:
             self._idle.set()
@@ -209,8 +218,8 @@ class Batcher:
         known, taken = self.seconds_per_image, seconds / len(batch)
         if network is self.network:
             self.seconds_per_image = learn(known, taken)
-        else:  # with all cores to itself: no network that shares them takes more than their number of times as long
-            self.seconds_per_image = min(known, learn(known, taken * self.workers))
+        else:  # with all cores to itself: one that shares them takes as long at least, and `workers` times that at most
+            self.seconds_per_image = learn(known, min(max(known, taken), taken * self.workers))
         self._observe(len(batch), seconds)
         did = self.done
         did.last, did.images, did.batches = time.time(), did.images + len(batch), did.batches + 1

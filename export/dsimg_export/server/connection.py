@@ -12,6 +12,7 @@ from dsimg_export.server.state import Server
 HEAD_BYTES = 2**16  # of the request's line and its headers together
 PIPELINED = 16  # requests that may wait for the answer to the one before
 REST_SECONDS = 2.0  # for the rest of a body whose request was answered before it was there
+CLOSE_SECONDS = 2.0  # for a client's own end of TLS: the event loop waits 30 s for it, and an idle client never reads
 WRITE_SECONDS = 10.0  # without a client taking anything of its answer
 
 
@@ -26,6 +27,7 @@ def bounded_protocol(server: Server, *, head_seconds: float, connections: int) -
         _head: asyncio.TimerHandle | None = None  # runs until the next request's head is there
         _rest: asyncio.TimerHandle | None = None
         _write: asyncio.TimerHandle | None = None
+        _closing: asyncio.TimerHandle | None = None
         _running: Any = None  # the cycle whose answer is due next
         _reason: HttpError | None = None  # why parsing was broken off
         _parsed = False  # whether the parser has found something in what came last
@@ -40,7 +42,7 @@ def bounded_protocol(server: Server, *, head_seconds: float, connections: int) -
                 self._refuse(HttpError(503, "too many connections now", kind="connections", retry_after=1.0))
 
         def connection_lost(self, exc: Exception | None) -> None:
-            for timer in (self._head, self._rest, self._write):
+            for timer in (self._head, self._rest, self._write, self._closing):
                 if timer is not None:
                     timer.cancel()
             if self._running is not None and not self._running.response_complete:
@@ -109,8 +111,10 @@ def bounded_protocol(server: Server, *, head_seconds: float, connections: int) -
         def on_response_complete(self) -> None:
             answered = self._running
             super().on_response_complete()
-            if answered.more_body and not self.transport.is_closing():
-                self._rest = self.loop.call_later(REST_SECONDS, self.transport.close)
+            if self.transport.is_closing():
+                self._close()
+            elif answered.more_body:
+                self._rest = self.loop.call_later(REST_SECONDS, self._close)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -127,13 +131,35 @@ def bounded_protocol(server: Server, *, head_seconds: float, connections: int) -
 
         # Ends
 
+        def shutdown(self) -> None:
+            super().shutdown()
+            if self.transport.is_closing():
+                self._close()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            if self.transport.is_closing():
+                self._close()
+
+        def _close(self) -> None:
+            """Close, and cut off who does not take leave once everything is sent."""
+            self.transport.close()
+            if self._closing is None:
+                self._closing = self.loop.call_later(CLOSE_SECONDS, self._cut_off)
+
+        def _cut_off(self) -> None:
+            if self.transport.get_write_buffer_size():  # an answer is still being taken
+                self._closing = self.loop.call_later(CLOSE_SECONDS, self._cut_off)
+            else:
+                self.transport.abort()
+
         def _wait(self) -> None:
             self._head = self.loop.call_later(head_seconds, self._give_up)
 
         def _give_up(self) -> None:
             self._head = None
             if not self.transport.is_closing():
-                self.transport.close()
+                self._close()
 
         def _watch_writing(self) -> None:
             left = self.transport.get_write_buffer_size()
@@ -162,7 +188,7 @@ def bounded_protocol(server: Server, *, head_seconds: float, connections: int) -
                 response = unrouted(server, error, client=self.client)
                 head = [name + b": " + value + b"\r\n" for name, value in response.raw_headers]
                 self.transport.write(b"".join((STATUS_LINE[error.status], *head, b"\r\n", bytes(response.body))))
-            self.transport.close()
+            self._close()
 
     return Bounded
 

@@ -1,6 +1,7 @@
 """A run that is being served: verified, warmed up, and the way from an image file's bytes to its logits."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import math
 import time
@@ -76,11 +77,18 @@ class Decoder:
                 image = error
             return image, time.monotonic() - start
 
-        self.waiting += len(files)
-        jobs = [self._pool.submit(work, data) for data in files]
-        futures = [asyncio.wrap_future(job) for job in jobs]
-        for future in futures:
-            future.add_done_callback(self._ended)
+        jobs: list[concurrent.futures.Future[tuple[Input | ImageError, float]]] = []
+        futures: list[asyncio.Future[tuple[Input | ImageError, float]]] = []
+        try:
+            for data in files:
+                jobs.append(self._pool.submit(work, data))
+                futures.append(asyncio.wrap_future(jobs[-1]))
+                futures[-1].add_done_callback(self._ended)
+                self.waiting += 1  # after `submit`, which raises where no thread can be started
+        except RuntimeError:
+            for job in jobs:
+                job.cancel()
+            raise
         try:
             left = None if deadline == math.inf else deadline - time.monotonic()
             _, late = await asyncio.wait(futures, timeout=left)

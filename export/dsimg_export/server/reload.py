@@ -55,6 +55,7 @@ async def watch(
             say(f"{name}: version {fresh.version} serves in place of {served.version}")
             await served.retire()
             server.telemetry.info.remove(name, served.version)
+            del served, fresh  # else the old one's sessions stay in memory until the next one comes
 
 
 def hash_of(path: Path) -> str | None:

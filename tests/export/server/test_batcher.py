@@ -1,4 +1,5 @@
 import asyncio
+import os
 import threading
 import time
 
@@ -67,7 +68,7 @@ def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
     async def body():
         network, lone = Network(), Network()
         lone.gate.clear()
-        batcher = Batcher(network, lone_network=lone, max_batch=1, workers=2, seconds_per_image=1e-6)
+        batcher = Batcher(network, lone_network=lone, max_batch=1, workers=2)
         first = asyncio.create_task(batcher.submit(images(1)))
         await until(lambda: batcher.busy)
         second = await batcher.submit(images(2, 3))  # beside the first
@@ -75,12 +76,48 @@ def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
         lone.gate.set()
         assert (await first)[0].tolist() == [[2, 2]]
         assert second[0].tolist() == [[4, 4], [6, 6]]
-        assert batcher.seconds_per_image > 1e-6
-        learnt = batcher.seconds_per_image
         await batcher.submit(images(4))
         assert (network.batches, lone.batches) == ([1, 1], [1, 1])
-        assert batcher.seconds_per_image == learnt  # of the network that runs under load
 
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("known", "least", "most"), [(0.02, 0.019, 0.021), (1.0, 0.5, 0.95), (0.001, 0.00101, 0.01)])
+def test_a_lone_call_bounds_what_one_beside_others_takes(known, least, most):
+    async def body():
+        batcher = Batcher(Network(), lone_network=Network(0.015), max_batch=1, workers=2, seconds_per_image=known)
+        for _ in range(3):
+            await batcher.submit(images(1))
+        assert least < batcher.seconds_per_image < most
+
+    asyncio.run(body())
+
+
+def test_a_thread_that_cannot_be_started_costs_its_requests_only(monkeypatch):
+    async def body():
+        batcher = Batcher(Network(), max_batch=1, workers=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            for _ in range(4):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await batcher.submit(images(1), deadline=time.monotonic() + 5)
+        assert not batcher.busy
+        assert (await batcher.submit(images(1)))[0].tolist() == [[2, 2]]
+
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    asyncio.run(body())
+
+
+def test_threads_that_may_not_be_nice_run_all_the_same(monkeypatch):
+    def forbidden(by):
+        raise PermissionError(1, "Operation not permitted")
+
+    async def body():
+        assert (await Batcher(Network(), max_batch=1).submit(images(1)))[0].tolist() == [[2, 2]]
+
+    monkeypatch.setattr(os, "nice", forbidden)
     asyncio.run(body())
 
 

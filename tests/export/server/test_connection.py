@@ -33,6 +33,26 @@ def connect(live):
     return socket.create_connection(("127.0.0.1", live.port), timeout=10)
 
 
+def made_certificate(folder):
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    words = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    command = ["openssl", "req", *words.split(), "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+def answer_of(connection):
+    """Return one whole answer: its head and its body may come apart."""
+    said = b""
+    while b"\r\n\r\n" not in said:
+        said += connection.recv(2**16)
+    head, _, body = said.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += connection.recv(2**16)
+    return head + b"\r\n\r\n" + body
+
+
 def everything(connection):
     """Return what a server says until it closes."""
     parts = []
@@ -115,7 +135,7 @@ def test_connections_are_counted(run):
         with connect(live) as first, connect(live) as second:
             for client in (first, second):
                 client.sendall(HEAD + b"\r\n")
-                assert client.recv(1000).startswith(b"HTTP/1.1 200")
+                assert answer_of(client).startswith(b"HTTP/1.1 200")
             with connect(live) as third:
                 answer = everything(third)
                 assert answer.startswith(b"HTTP/1.1 503 ")
@@ -140,7 +160,7 @@ def test_so_many_requests_may_wait_on_a_connection(live):
 def test_an_empty_line_does_not_keep_a_connection(run):
     with serving(run, head_seconds=0.5) as live, connect(live) as client:
         client.sendall(HEAD + b"\r\n")
-        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        assert answer_of(client).startswith(b"HTTP/1.1 200")
         client.sendall(b"\r\n")
         assert seconds_until_closed(client) < 3
 
@@ -149,7 +169,7 @@ def test_a_body_without_end_after_its_answer_is_cut_off(live, monkeypatch):
     monkeypatch.setattr(bounds, "REST_SECONDS", 0.3)
     with connect(live) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
-        assert client.recv(1000).startswith(b"HTTP/1.1 404")
+        assert answer_of(client).startswith(b"HTTP/1.1 404")
         start = time.monotonic()
         send_for_ever(client, b"x" * 1000)
         assert time.monotonic() - start < 3
@@ -159,11 +179,11 @@ def test_a_body_that_comes_just_after_its_answer_keeps_the_connection(live, monk
     monkeypatch.setattr(bounds, "REST_SECONDS", 0.3)
     with connect(live) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n")
-        assert client.recv(1000).startswith(b"HTTP/1.1 404")
+        assert answer_of(client).startswith(b"HTTP/1.1 404")
         client.sendall(b"abc")
         time.sleep(1.0)
         client.sendall(HEAD + b"\r\n")
-        assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        assert answer_of(client).startswith(b"HTTP/1.1 200")
 
 
 def test_a_client_that_reads_nothing_is_given_up(live, monkeypatch):
@@ -185,10 +205,7 @@ def test_a_client_that_reads_nothing_is_given_up(live, monkeypatch):
 
 
 def test_https(run, tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    words = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    command = ["openssl", "req", *words.split(), "-keyout", key, "-out", certificate]
-    subprocess.run(command, check=True, capture_output=True)
+    certificate, key = made_certificate(tmp_path)
     with serving(run, ssl_certfile=certificate, ssl_keyfile=key) as live:
         trusted = ssl.create_default_context(cafile=str(certificate))
         client = http.client.HTTPSConnection("127.0.0.1", live.port, context=trusted, timeout=10)
@@ -220,3 +237,17 @@ def test_what_no_route_takes_is_answered_logged_and_counted_like_the_rest(live, 
 def test_a_client_cannot_name_itself_in_the_log(live):
     live.get("/v2/health/live", x_forwarded_for="9.9.9.9", x_forwarded_proto="https")
     assert json.loads(live.log[-1])["client"] == "127.0.0.1"
+
+
+def test_a_client_that_does_not_end_its_tls_is_cut_off(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(bounds, "CLOSE_SECONDS", 0.3)
+    certificate, key = made_certificate(tmp_path)
+    with serving(run, ssl_certfile=certificate, ssl_keyfile=key) as live:
+        context = ssl.create_default_context(cafile=str(certificate))
+        with context.wrap_socket(connect(live), server_hostname="localhost") as client:
+            client.sendall(HEAD + b"Connection: close\r\n\r\n")
+            assert answer_of(client).startswith(b"HTTP/1.1 200")
+            deadline = time.monotonic() + 5
+            while live.connections:  # it takes no leave
+                assert time.monotonic() < deadline
+                time.sleep(0.02)

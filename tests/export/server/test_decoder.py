@@ -114,3 +114,20 @@ def test_a_refused_request_s_body_is_let_go_at_once(late):
             await asyncio.sleep(10)
 
     asyncio.run(body())
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_waiting(monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def body():
+        model, decoder = Images(), Decoder(1, max_pixels=1)
+        model.gate.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await decoder.decode([b"a", b"b"], model, deadline=math.inf)
+        assert decoder.waiting == 0
+        assert await decoder.decode([b"c"], model, deadline=math.inf) == [b"c"]
+
+    asyncio.run(body())
