@@ -325,6 +325,8 @@ async def soak(server: Process, images: Sequence[bytes], options: argparse.Names
     broken = unlike(statuses, expected=(200, 400, 503))
     if statuses[400] > asked[bad] or statuses[200] > asked.total() - asked[bad]:
         broken.append(f"200 and 400 are not as {asked[bad]} broken images of {asked.total()} requests would have it.")
+    if statuses[503] > asked.total() / 1000:
+        broken.append(f"{statuses[503]} of {asked.total()} were refused, with {CLIENTS} clients.")
     return broken + grown(memory)
 
 

@@ -211,7 +211,7 @@ async def load(port: int, images: Sequence[bytes], *, clients: int, seconds: flo
             status = await _exchange(reader, writer, requests[place % len(requests)])
             place += clients
             now = time.monotonic()
-            if start >= counted_from and now <= end:
+            if counted_from <= now <= end:
                 if status == 200:
                     waits.append(now - start)
                 else:

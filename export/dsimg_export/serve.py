@@ -37,7 +37,7 @@ from dsimg_export.server.model import Decoder, Model, Plan, load
 from dsimg_export.server.reload import hash_of, watch
 from dsimg_export.server.state import Limits, Server
 from dsimg_export.server.tune import MOST_SECONDS, Load, Setting, parse_goal, settings, tune
-from dsimg_export.verify import VerifyConfig, verify
+from dsimg_export.verify import VerifyConfig, verify_but
 
 if TYPE_CHECKING:  # an extra
     from dsimg_export.server.tracing import Tracing
@@ -344,7 +344,8 @@ def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
     """Verify a run and load it. Raises DsimgError; RunError also where it changes meanwhile."""
     path = path.resolve()  # a link may be turned
     before = hash_of(path)
-    verify(VerifyConfig(source=path, provider=config.provider, threads=config.threads))
+    # Its parent would be one more network in memory, and proves nothing about what is served.
+    verify_but(VerifyConfig(source=path, provider=config.provider, threads=config.threads), without=("parent",))
     batches = server.telemetry.batches.labels(name)
     model = load(path, name, _plan(config), observe=lambda images, seconds: batches.observe(images))
     if hash_of(path) != before:

@@ -89,8 +89,8 @@ class Batcher:
     """Gathers images for a network.
 
     network: (N, ...) -> logits (N, C), called in `workers` threads at a time. lone_network: called in its place where
-    nothing else runs or waits. max_batch: images a call. max_delay: seconds that the oldest image waits at most for
-    others. max_queue: images that wait at most.
+    nothing else runs or waits, at most `lone_gain` times as fast. max_batch: images a call. max_delay: seconds that the
+    oldest image waits at most for others. max_queue: images that wait at most.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Batcher:
         network: Network,
         *,
         lone_network: Network | None = None,
+        lone_gain: float = 1.0,
         max_batch: int,
         max_delay: float = 0.0,
         max_queue: int = 256,
@@ -108,7 +109,7 @@ class Batcher:
         self.max_batch, self.max_delay, self.max_queue = max_batch, max_delay, max_queue
         self.workers = workers
         self.network, self.lone_network = network, lone_network
-        self._observe = observe
+        self._observe, self._lone_gain = observe, lone_gain
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="infer", initializer=step_back)
         self._queue: deque[_Image] = deque()
         self._running = 0  # batches
@@ -132,7 +133,8 @@ class Batcher:
     def wait_for(self, images: int) -> float:
         """Return the seconds after which so many further images would be answered, as far as is known."""
         ahead = len(self._queue) + images
-        return self.seconds_per_image * (ahead / self.workers + (self.max_batch / 2 if self._running else 0))
+        begun = self.max_batch / 2 if self._running >= self.workers else 0  # a free worker waits for nobody
+        return self.seconds_per_image * (ahead / self.workers + begun)
 
     async def submit(
         self, images: Sequence[NDArray[Any]], *, deadline: float = math.inf
@@ -218,8 +220,8 @@ class Batcher:
         known, taken = self.seconds_per_image, seconds / len(batch)
         if network is self.network:
             self.seconds_per_image = learn(known, taken)
-        else:  # with all cores to itself: one that shares them takes as long at least, and `workers` times that at most
-            self.seconds_per_image = learn(known, min(max(known, taken), taken * self.workers))
+        else:  # with more threads: one that shares the cores takes as long at least, and `lone_gain` times that at most
+            self.seconds_per_image = learn(known, min(max(known, taken), taken * self._lone_gain))
         self._observe(len(batch), seconds)
         did = self.done
         did.last, did.images, did.batches = time.time(), did.images + len(batch), did.batches + 1

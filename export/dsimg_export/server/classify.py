@@ -19,8 +19,8 @@ from dsimg_export.server.model import Model
 from dsimg_export.server.state import Limits, Server
 
 T = TypeVar("T")
-# How many times as long as expected an answer may take and still be in time. Without it the queue grows until half of
-# what is admitted comes late: decoded, and perhaps run, for nothing.
+# How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until half
+# of what is admitted comes late: decoded, and perhaps run, for nothing.
 MARGIN = 2.0
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
 
@@ -76,28 +76,31 @@ async def _classify(
     for stage, seconds in stages.items():
         telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
     outcomes = telemetry.images
-    outcomes.labels(model.name, "answered").inc(len(readable))
+    finite = sum(bool(np.isfinite(row).all()) for row in logits)
+    outcomes.labels(model.name, "answered").inc(finite)
+    outcomes.labels(model.name, "not finite").inc(len(logits) - finite)
     outcomes.labels(model.name, "bad").inc(len(decoded) - len(readable))
     rest = iter(logits)
     return [str(one) if isinstance(one, ImageError) else next(rest) for one in decoded], timing
 
 
-def admit(server: Server, model: Model, images: int, deadline: float) -> None:
+def admit(server: Server, model: Model, images: int, deadline: float, *, decodes: bool = True) -> None:
     """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them.
 
-    Where nothing else is in hand they are tried, for what they take may have changed.
+    Where nothing else is in hand they are tried, for what they take may have changed. decodes: whether they are files.
     """
     if not server.loaded:
         raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
-    waiting = server.decoder.waiting
+    decoder, batcher = server.decoder, model.batcher
+    waiting = decoder.waiting if decodes else 0
     if waiting and waiting + images > model.plan.max_queue:
-        raise RefusedError("Exceeds maximum queue size", kind="queue", retry_after=server.decoder.wait_for(0))
+        raise RefusedError("Exceeds maximum queue size", kind="queue", retry_after=decoder.wait_for(0))
     # Decoding and the network run beside each other: the slower one sets the pace.
-    slower = max(server.decoder.wait_for(images), model.batcher.wait_for(waiting + images))
-    expected = slower + model.batcher.seconds_per_image
-    if (waiting or model.batcher.busy) and time.monotonic() + MARGIN * expected > deadline:
+    ahead = max(decoder.wait_for(images) if decodes else 0.0, batcher.wait_for(waiting + images))
+    needed = MARGIN * ahead + batcher.seconds_per_image
+    if (waiting or batcher.busy) and time.monotonic() + needed > deadline:
         raise RefusedError(
-            f"cannot be answered in time: about {expected:.2f} s are needed", kind="deadline", retry_after=expected
+            f"cannot be answered in time: up to {needed:.2f} s are needed", kind="deadline", retry_after=ahead
         )
 
 

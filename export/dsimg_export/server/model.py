@@ -137,6 +137,7 @@ class Model:
         self.batcher = Batcher(
             _network(served),
             lone_network=None if lone is None else _network(lone),
+            lone_gain=max(plan.workers, (plan.lone_threads or 1) / plan.threads),
             max_batch=1 if depends_on_batch(served.session) else plan.max_batch,
             max_delay=plan.max_delay,
             max_queue=plan.max_queue,

@@ -152,7 +152,7 @@ async def _infer(
                 raise HttpError(400, f"image {place}: {row}", kind="image")
         logits = np.stack([row for row in rows if not isinstance(row, str)])
     else:
-        admit(server, model, len(tensor.data), deadline)
+        admit(server, model, len(tensor.data), deadline, decodes=False)
         logits, timing = await unless_gone(request, model.logits(list(tensor.data), deadline=deadline))
         stages.update(queue=timing.queue, infer=timing.infer)
     content, headers = protocol.answer_infer(

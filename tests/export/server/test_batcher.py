@@ -85,7 +85,7 @@ def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
 @pytest.mark.parametrize(("known", "least", "most"), [(0.02, 0.019, 0.021), (1.0, 0.5, 0.95), (0.001, 0.00101, 0.01)])
 def test_a_lone_call_bounds_what_one_beside_others_takes(known, least, most):
     async def body():
-        batcher = Batcher(Network(), lone_network=Network(0.015), max_batch=1, workers=2, seconds_per_image=known)
+        batcher = Batcher(Network(), lone_network=Network(0.015), lone_gain=2, max_batch=1, seconds_per_image=known)
         for _ in range(3):
             await batcher.submit(images(1))
         assert least < batcher.seconds_per_image < most

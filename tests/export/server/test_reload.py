@@ -31,13 +31,13 @@ def turn(link, run):
 
 
 def after_verify(monkeypatch, change):
-    verify = serving.verify
+    verify_but = serving.verify_but
 
-    def and_then(config):
-        verify(config)
+    def and_then(config, **flags):
+        verify_but(config, **flags)
         change()
 
-    monkeypatch.setattr(serving, "verify", and_then)
+    monkeypatch.setattr(serving, "verify_but", and_then)
 
 
 def test_a_link_that_turns_while_it_is_loaded_gives_the_run_that_was_verified(tmp_path, first, second, monkeypatch):
