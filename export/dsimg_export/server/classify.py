@@ -19,8 +19,8 @@ from dsimg_export.server.model import Model
 from dsimg_export.server.state import Limits, Server
 
 T = TypeVar("T")
-# How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until half
-# of what is admitted comes late: decoded, and perhaps run, for nothing.
+# How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until
+# half of what is admitted comes late: decoded, and perhaps run, for nothing.
 MARGIN = 2.0
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
 
