@@ -33,9 +33,7 @@ class Telemetry:
 
         self.requests = counter("dsimg_requests", "Requests.", "route", "status")
         self.errors = counter("dsimg_errors", "Requests that were refused, by the reason.", "kind")
-        self.images = counter(
-            "dsimg_images", "Images, by their end: answered, bad, not finite.", "model", "outcome"
-        )
+        self.images = counter("dsimg_images", "Images, by their end: answered, bad, not finite.", "model", "outcome")
         self.decoded = counter(
             "dsimg_decoded_images",
             "Images that could be read: Pillow's names of their files' format and mode, and whether EXIF turned them.",
