@@ -121,12 +121,16 @@ class Process:
         """Return the seconds from the start to the first answer."""
         while time.monotonic() - self.begun < seconds:
             if self.process.poll() is not None:
-                raise SystemExit(f"{self.name} ended: see {self.log.name}")
+                raise SystemExit(f"{self.name} ended:\n{self.said()}")
             with contextlib.suppress(OSError, ValueError):
                 asyncio.run(_ask(self.port, _request(image, form=self.form)))
                 return time.monotonic() - self.begun
             time.sleep(0.02)
-        raise SystemExit(f"{self.name} gave no answer: see {self.log.name}")
+        raise SystemExit(f"{self.name} gave no answer:\n{self.said()}")
+
+    def said(self) -> str:
+        """Return the end of what it wrote; the file goes with the folder."""
+        return Path(self.log.name).read_text()[-4000:]
 
     def send(self, sig: int) -> None:
         """Send a signal to all of its processes."""
@@ -384,7 +388,7 @@ def measure(
                     command = [sys.executable, __file__, "--client", json.dumps(asked)]
                     answer = subprocess.run(command, stdout=subprocess.PIPE, text=True)
                     if answer.returncode:
-                        raise SystemExit(f"{server.name} failed:\n{Path(server.log.name).read_text()[-4000:]}")
+                        raise SystemExit(f"{server.name} failed:\n{server.said()}")
                     found.setdefault((server.name, clients), []).append(json.loads(answer.stdout))
                     server.send(signal.SIGSTOP)
         memory = {server.name: server.memory() for server in running}

@@ -31,7 +31,7 @@ from dsimg_export.measuring import Answer
 from dsimg_export.reading import read_batches
 
 BATCH = 32
-CALLERS = 4  # batches in the network at once, each with its own memory there: 0.2 GB for a ResNet-50
+CALLERS = 4  # batches in the network at once, each with its own memory there
 PROGRESS_SECONDS = 0.1  # between two changes of the live line, which cost as much as some small images
 NOT_FINITE = "the network gave NaN or infinity; run `dsimg verify` on the run"
 

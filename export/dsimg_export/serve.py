@@ -7,17 +7,12 @@ A run is verified before it is served: its golden images have to give here what 
 
 import asyncio
 import contextlib
-import errno
 import functools
-import gc
 import ipaddress
 import math
 import signal
-import socket
-import ssl
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -33,6 +28,7 @@ from dsimg.preprocess import MAX_PIXELS
 from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import build_app
 from dsimg_export.server.connection import bounded_protocol
+from dsimg_export.server.listening import Answering, bind, check_certificate
 from dsimg_export.server.model import Decoder, Model, Plan, load
 from dsimg_export.server.reload import hash_of, watch
 from dsimg_export.server.state import Limits, Server
@@ -43,7 +39,6 @@ if TYPE_CHECKING:  # an extra
     from dsimg_export.server.tracing import Tracing
 
 TUNED = ("workers", "threads", "decode_threads", "max_batch", "delay_ms")  # what --tune finds
-BACKLOG = 2048  # connections that wait to be accepted
 TRACES_SECONDS = (1.0, 5.0)  # in which the last traces are sent: what is left of the grace, within these
 KEEP_ALIVE = 75  # seconds that an idle connection stays open: longer than the proxies in front of it keep theirs
 
@@ -184,9 +179,9 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _serve(config: ServeConfig) -> None:
     require_onnxruntime("serving")
     keys = _keys(config.api_key_file)
-    _check_certificate(config.ssl_certfile, config.ssl_keyfile)
+    check_certificate(config.ssl_certfile, config.ssl_keyfile)
     tracing = _tracing() if config.otel else None
-    listener = _bind(config.host, config.port)
+    listener = bind(config.host, config.port)
     if config.tune is not None:
         config = _tuned(config, parse_goal(config.tune))
     server = open_server(config, keys=keys)
@@ -210,7 +205,7 @@ def _serve(config: ServeConfig) -> None:
                 say=terminal.say,
             )
         )
-    answering = _Answering(
+    answering = Answering(
         uvicorn.Config(build_app(server), **http_options(config, server)),
         server=server,
         drain=config.drain_seconds,
@@ -275,7 +270,7 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
         return load(
             path,
             "tuned",
-            replace(plan, lone_threads=_lone_threads(config)),
+            replace(plan, lone_threads=_lone_threads(config, plan.threads)),
             observe=lambda images, seconds: None,
         )
 
@@ -317,7 +312,7 @@ def _plan(config: ServeConfig) -> Plan:
     return Plan(
         workers=config.workers or (max(1, all_cores() // config.threads) if config.provider == "cpu" else 1),
         threads=config.threads,
-        lone_threads=_lone_threads(config),
+        lone_threads=_lone_threads(config, config.threads),
         max_batch=config.max_batch,
         max_delay=config.delay_ms / 1000,
         max_queue=config.max_queue,
@@ -325,8 +320,10 @@ def _plan(config: ServeConfig) -> Plan:
     )
 
 
-def _lone_threads(config: ServeConfig) -> int | None:
-    return config.lone_threads or (all_cores() if config.provider == "cpu" else None)
+def _lone_threads(config: ServeConfig, threads: int) -> int | None:
+    """Return the threads of a lone call; None where it needs no session of its own."""
+    lone = config.lone_threads or (all_cores() if config.provider == "cpu" else threads)
+    return None if lone == threads else lone
 
 
 def _named(sources: Sequence[Path]) -> dict[str, Path]:
@@ -356,79 +353,6 @@ def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
     return model
 
 
-class _Answering(uvicorn.Server):
-    """uvicorn, which at a signal first says that it is not ready, then takes nothing more, then ends.
-
-    cut_off: requests that were accepted and not answered, after the end.
-    """
-
-    _loop: asyncio.AbstractEventLoop | None = None
-    cut_off = 0
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        *,
-        server: Server,
-        drain: float,
-        url: str,
-        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
-    ) -> None:
-        super().__init__(config)
-        self._server, self._drain, self._url, self._beside = server, drain, url, beside
-        self._end_asked = math.inf
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end at the first signal; at a second one of Ctrl-C, end at once."""
-        loop = self._loop
-        if loop is None:  # nobody has been let in yet
-            self.should_exit = True
-        elif self._server.draining:
-            self.force_exit = self.force_exit or sig == signal.SIGINT
-            loop.call_soon_threadsafe(self._end)
-        else:
-            self._server.draining = True
-            # In the main thread, between two of the loop's steps.
-            loop.call_soon_threadsafe(lambda: loop.call_later(self._drain, self._end))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
-        await super().startup(sockets)
-        self._over = asyncio.Event()
-        if self.should_exit:
-            return
-        self._loop = asyncio.get_running_loop()
-        # What is there now stays: without this each full collection looks at all of it, and a request waits meanwhile.
-        gc.collect()
-        gc.freeze()
-        self._server.loaded = True
-        self._background = [asyncio.create_task(work()) for work in self._beside]
-        cli.context().terminal.say(f"ready: {self._url}")
-
-    async def main_loop(self) -> None:
-        """Wait for the end, where uvicorn looks for it ten times a second."""
-        await self._over.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, and count what was cut off: requests in hand, those that wait behind them, and answers unsent."""
-        await super().shutdown(sockets)
-        connections: list[Any] = list(self.server_state.connections)
-        unsent = [one for one in connections if one.cycle is None or one.cycle.response_complete]
-        unsent = [one for one in unsent if one.transport.get_write_buffer_size()]
-        self.cut_off = len(self.server_state.tasks) + sum(len(one.pipeline) for one in connections) + len(unsent)
-
-    @property
-    def grace_left(self) -> float:
-        """Seconds, from now on; below 0 where it is over."""
-        grace = self.config.timeout_graceful_shutdown or 0
-        return -1.0 if self.force_exit else grace + self._end_asked - time.monotonic()
-
-    def _end(self) -> None:
-        self._end_asked = min(self._end_asked, time.monotonic())
-        self.should_exit = True
-        self._over.set()
-
-
 def http_options(config: ServeConfig, server: Server) -> dict[str, Any]:
     """Return uvicorn's settings."""
     options: dict[str, Any] = {}
@@ -448,42 +372,6 @@ def http_options(config: ServeConfig, server: Server) -> dict[str, Any]:
         "timeout_graceful_shutdown": math.ceil(config.grace_seconds),
         **options,
     }
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens: an address that is taken is known before a model is loaded. Raises ConfigError.
-
-    Who connects before the server is ready waits.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    # What is accepted inherits it. Head and body of an answer are two writes, and the second would wait 40 ms for the
-    # client's acknowledgement of the first.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        remedy = "Give another --port, or 0 for a free one."
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            remedy = "Give an address of this machine as --host."
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}. {remedy}") from error
-    return listener
-
-
-def _check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raise ConfigError where HTTPS cannot be served with this certificate: before anything is loaded."""
-    if certificate is None or key is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
-    except OSError as error:  # ssl.SSLError is one
-        raise ConfigError(
-            f"cannot serve HTTPS with --ssl_certfile {certificate} and --ssl_keyfile {key}: {error.strerror or error}. "
-            "Give a certificate and its key, in PEM, without a passphrase."
-        ) from error
 
 
 def _tracing() -> "Tracing":
@@ -533,7 +421,7 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
         (
             "threads",
             f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each"
-            + ("" if plan.lone_threads in (None, plan.threads) else f", a lone one with {plan.lone_threads}")
+            + ("" if plan.lone_threads is None else f", a lone one with {plan.lone_threads}")
             + f", {decoder.threads} decode",
         ),
         (

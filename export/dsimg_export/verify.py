@@ -339,10 +339,10 @@ class _Verification:
             yield self.run.file("predictions"), CHANGED_SHARE, ""
         if self.precision != "int8":
             for entry in self._parents:
-                path = Path(entry["path"])
                 with contextlib.suppress(DsimgError, OSError):
-                    if sha256(path / "run.json") == entry["sha256"]:
-                        yield Run.open(path).file("predictions"), CHANGED_BY_TRAINING, ", made in training"
+                    parent = find_parent(entry, child=self.run.path)
+                    if parent.state in ("here", "moved"):
+                        yield Run.open(parent.path).file("predictions"), CHANGED_BY_TRAINING, ", made in training"
         found = self.run.path.glob("evaluations/*/predictions.csv")
         for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
             yield path, CHANGED_SHARE, ", which is not hashed and may have been measured here"

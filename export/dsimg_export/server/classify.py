@@ -1,11 +1,11 @@
-"""From a request's images to their logits: admitted or refused at once, decoded beside the network, ended where the
-client goes."""
+"""From a request to its logits: its body read and parsed, admitted or refused at once, its images decoded beside the
+network, ended where the client goes."""
 
 import asyncio
 import math
 import re
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +15,9 @@ from starlette.requests import Request
 from dsimg.errors import ImageError
 from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
+from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Model
+from dsimg_export.server.protocol import decompress
 from dsimg_export.server.state import Limits, Server
 
 T = TypeVar("T")
@@ -25,8 +27,8 @@ MARGIN = 2.0
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
 
 
-def deadline_of(request: Request, limits: Limits) -> float:
-    """Return when an answer is due, of `time.monotonic`, for a request whose body is there.
+def _seconds_for(request: Request, limits: Limits) -> float:
+    """Return the seconds in which a request is to be answered, once its body is there.
 
     The client may ask for less time, by X-Request-Timeout in seconds, not for more.
     """
@@ -40,7 +42,38 @@ def deadline_of(request: Request, limits: Limits) -> float:
         if not (NUMBER.fullmatch(text) and asked > 0):
             raise HttpError(400, "X-Request-Timeout is a number of seconds above 0.", kind="request")
         seconds = min(seconds, asked)
-    return time.monotonic() + seconds
+    return seconds
+
+
+async def read_request(
+    server: Server,
+    request: Request,
+    stages: dict[str, float],
+    take: Callable[[int], None],
+    *,
+    parse: Callable[[bytes], T],
+    takes_long: Callable[[bytes], bool],
+) -> tuple[T, float, float]:
+    """Return what `parse` makes of a request's unpacked body, when that was there, and when the answer is due.
+
+    take: told of the bytes that are held. takes_long: whether parsing a body would hold others up. Raises HttpError,
+    RefusedError, ProtocolError, and what `parse` raises.
+    """
+    limits = server.limits
+    began = time.monotonic()
+    body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
+    there = time.monotonic()
+    deadline = there + _seconds_for(request, limits)
+    encoding = request.headers.get("content-encoding", "")
+
+    def work() -> tuple[T, int]:
+        whole = decompress(body, encoding, limit=limits.body_bytes) if encoding else body
+        return parse(whole), len(whole)
+
+    parsed, size = await server.beside(work, deadline=deadline) if encoding or takes_long(body) else work()
+    take(max(0, size - len(body)))
+    stages["read"] = time.monotonic() - began
+    return parsed, there, deadline
 
 
 async def classify(
@@ -63,25 +96,22 @@ async def _classify(
     decoded = await server.decoder.decode(files, model, deadline=deadline)
     stages["decode"] = time.monotonic() - began
     telemetry = server.telemetry
-    readable = [one.pixels for one in decoded if not isinstance(one, ImageError)]
-    for one in decoded:
-        if not isinstance(one, ImageError):
-            telemetry.decoded.labels(model.name, one.format, one.mode, "yes" if one.rotated else "no").inc()
+    readable = [one for one in decoded if not isinstance(one, ImageError)]
+    for one in readable:
+        telemetry.decoded.labels(model.name, one.format, one.mode, "yes" if one.rotated else "no").inc()
     timing = Timing()
-    logits: list[NDArray[np.float32]] = []
+    logits, finite = iter(()), 0
     if readable:
-        found, timing = await model.logits(readable, deadline=deadline)
-        logits = list(found)
+        found, timing = await model.logits([one.pixels for one in readable], deadline=deadline)
+        logits, finite = iter(found), int(np.isfinite(found).all(axis=1).sum())
         stages.update(queue=timing.queue, infer=timing.infer)
     for stage, seconds in stages.items():
         telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
     outcomes = telemetry.images
-    finite = sum(bool(np.isfinite(row).all()) for row in logits)
     outcomes.labels(model.name, "answered").inc(finite)
-    outcomes.labels(model.name, "not finite").inc(len(logits) - finite)
+    outcomes.labels(model.name, "not finite").inc(len(readable) - finite)
     outcomes.labels(model.name, "bad").inc(len(decoded) - len(readable))
-    rest = iter(logits)
-    return [str(one) if isinstance(one, ImageError) else next(rest) for one in decoded], timing
+    return [str(one) if isinstance(one, ImageError) else next(logits) for one in decoded], timing
 
 
 def admit(server: Server, model: Model, images: int, deadline: float, *, decodes: bool = True) -> None:

@@ -1,20 +1,16 @@
 """The images' own routes: POST /predict, and GET /models, what is served."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
 from dsimg.metrics import best_classes
-from dsimg_export.server.classify import classify, deadline_of
+from dsimg_export.server.classify import classify, read_request
 from dsimg_export.server.errors import HttpError
-from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Model
-from dsimg_export.server.protocol import decompress
 from dsimg_export.server.state import Server, json_response
 from dsimg_export.server.telemetry import server_timing
 from dsimg_export.server.uploads import Upload, read_uploads, takes_long
@@ -32,26 +28,25 @@ async def predict(server: Server, request: Request, stages: dict[str, float]) ->
 async def _predict(
     server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
 ) -> Response:
-    limits = server.limits
     top = _top(request, len(model.classes))
-    began = time.monotonic()
-    body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
-    deadline = deadline_of(request, limits)
     kind = request.headers.get("content-type", "")
-    encoding = request.headers.get("content-encoding", "")
-
-    def read() -> tuple[list[Upload], int]:
-        whole = decompress(body, encoding, limit=limits.body_bytes) if encoding else body
-        return read_uploads(whole, kind, max_images=limits.images), len(whole)
-
-    long = bool(encoding) or takes_long(body, kind)
-    uploads, size = await server.beside(read, deadline=deadline) if long else read()
-    take(max(0, size - len(body)))
-    stages["read"] = time.monotonic() - began
+    uploads, _, deadline = await read_request(
+        server,
+        request,
+        stages,
+        take,
+        parse=lambda body: read_uploads(body, kind, max_images=server.limits.images),
+        takes_long=lambda body: takes_long(body, kind),
+    )
     rows, timing = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
+    logits = [row for row in rows if not isinstance(row, str)]
+    best = iter(best_classes(np.stack(logits), top) if logits else ())
+    said = [row if isinstance(row, str) else next(best) or NOT_FINITE for row in rows]
+    for one in said:
+        if not isinstance(one, str):
+            server.telemetry.confidence.labels(model.name).observe(one[0][1])
     answers = [
-        _row(place, upload, row, model, top, server)
-        for place, (upload, row) in enumerate(zip(uploads, rows, strict=True))
+        _answer(place, upload, one, model) for place, (upload, one) in enumerate(zip(uploads, said, strict=True))
     ]
     failed = [answer for answer in answers if "error" in answer]
     content: dict[str, Any] = {"model": model.name, "version": model.version, "images": answers}
@@ -72,21 +67,13 @@ def _top(request: Request, classes: int) -> int:
     return min(int(text[:9]), classes)
 
 
-def _row(
-    place: int, upload: Upload, row: NDArray[np.float32] | str, model: Model, top: int, server: Server
-) -> dict[str, Any]:
-    """Return what is said of one image."""
-    said: dict[str, Any] = {"index": place}
-    if upload.name is not None:
-        said["name"] = upload.name
-    reason = upload.error or (row if isinstance(row, str) else None)
-    if reason is not None or isinstance(row, str):
-        return {**said, "error": reason}
-    (best,) = best_classes(row[None], top)
-    if best is None:
-        return {**said, "error": NOT_FINITE}
-    server.telemetry.confidence.labels(model.name).observe(best[0][1])
-    return {**said, "classes": [{"class": model.classes[k], "index": k, "probability": share} for k, share in best]}
+def _answer(place: int, upload: Upload, said: list[tuple[int, float]] | str, model: Model) -> dict[str, Any]:
+    """Return what is said of one image: its best classes, or why there are none."""
+    head = {"index": place} | ({} if upload.name is None else {"name": upload.name})
+    reason = upload.error or (said if isinstance(said, str) else None)
+    if reason is not None or isinstance(said, str):
+        return {**head, "error": reason}
+    return {**head, "classes": [{"class": model.classes[k], "index": k, "probability": share} for k, share in said]}
 
 
 async def models(server: Server, request: Request, stages: dict[str, float]) -> Response:

@@ -32,7 +32,7 @@ class Plan:
 
     workers: int  # calls of the session at a time
     threads: int  # of the session, a call
-    lone_threads: int | None = None  # of a call beside which nothing runs or waits, in a session of its own
+    lone_threads: int | None = None  # of a call beside which nothing runs or waits; None: it has no session of its own
     max_batch: int  # images a call
     max_delay: float  # seconds that an image waits at most for others
     max_queue: int  # images that wait at most
@@ -137,7 +137,7 @@ class Model:
         self.batcher = Batcher(
             _network(served),
             lone_network=None if lone is None else _network(lone),
-            lone_gain=max(plan.workers, (plan.lone_threads or 1) / plan.threads),
+            lone_gain=max(plan.workers, (plan.lone_threads or plan.threads) / plan.threads),
             max_batch=1 if depends_on_batch(served.session) else plan.max_batch,
             max_delay=plan.max_delay,
             max_queue=plan.max_queue,
@@ -253,7 +253,7 @@ def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], N
         name,
         served,
         plan,
-        lone=None if lone in (None, plan.threads) else open_served(run, threads=lone, provider=plan.provider),
+        lone=None if lone is None else open_served(run, threads=lone, provider=plan.provider),
         observe=observe,
     )
     model.warm_up()

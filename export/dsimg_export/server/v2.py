@@ -1,6 +1,5 @@
 """The routes of the Open Inference Protocol v2, for everyone's clients; its wire format is in `protocol`."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from starlette.responses import Response
 
 import dsimg
 from dsimg_export.server import protocol
-from dsimg_export.server.classify import admit, classify, deadline_of, unless_gone
+from dsimg_export.server.classify import admit, classify, read_request, unless_gone
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.json_text import LONG
 from dsimg_export.server.limits import read_body
@@ -114,31 +113,23 @@ async def infer(server: Server, request: Request, stages: dict[str, float]) -> R
 async def _infer(
     server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
 ) -> Response:
-    limits = server.limits
-    began = time.monotonic()
-    body = await read_body(request, limit=limits.body_bytes, seconds=limits.body_seconds, take=take)
-    there = time.monotonic()
-    deadline = deadline_of(request, limits)
-    encoding = request.headers.get("content-encoding", "")
     header_length = request.headers.get("inference-header-content-length")
     inputs, outputs = specs(model)
-
-    def read() -> tuple[protocol.InferRequest, int]:
-        whole = protocol.decompress(body, encoding, limit=limits.body_bytes) if encoding else body
-        asked = protocol.parse_infer(
-            whole,
+    asked, there, deadline = await read_request(
+        server,
+        request,
+        stages,
+        take,
+        parse=lambda body: protocol.parse_infer(
+            body,
             header_length=header_length,
             model=model.name,
             inputs=inputs,
             outputs=outputs,
-            max_batch=limits.images,
-        )
-        return asked, len(whole)
-
-    long = bool(encoding) or protocol.json_length(body, header_length) > LONG
-    asked, size = await server.beside(read, deadline=deadline) if long else read()
-    take(max(0, size - len(body)))
-    stages["read"] = time.monotonic() - began
+            max_batch=server.limits.images,
+        ),
+        takes_long=lambda body: protocol.json_length(body, header_length) > LONG,
+    )
     timeout = asked.parameters.get("timeout", 0)  # of Triton's clients, in microseconds; 0: none
     if type(timeout) is not int or timeout < 0:
         raise protocol.ProtocolError("'timeout' must be a whole number of microseconds, from 0 on.")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dsimg_export.serve import ServeConfig, open_server
 from dsimg_export.server.batcher import Batcher
 from dsimg_export.server.classify import admit
 from dsimg_export.server.errors import RefusedError
@@ -47,6 +48,14 @@ def test_a_full_server_refuses_what_would_come_late_and_a_free_worker_takes_it()
 
 def test_a_lone_call_has_a_session_of_its_own(run):
     plan = Plan(workers=1, threads=1, max_batch=2, max_delay=0.0, max_queue=9)
-    for threads, opened in ((2, True), (1, False), (None, False)):
+    for threads, opened in ((2, True), (None, False)):
         model = load(run.path, "x", replace(plan, lone_threads=threads), observe=lambda images, seconds: None)
         assert (model.batcher.lone_network is not None) == opened
+
+
+@pytest.mark.parametrize(("threads", "lone", "expected"), [(1, 1, None), (2, 2, None), (1, 3, 3), (2, 1, 1)])
+def test_a_lone_call_with_as_many_threads_needs_no_session_of_its_own(run, threads, lone, expected):
+    server = open_server(ServeConfig(source=(run.path,), workers=1, threads=threads, lone_threads=lone))
+    (model,) = server.models.values()
+    assert model.plan.lone_threads == expected
+    assert (model.batcher.lone_network is None) == (expected is None)

@@ -16,7 +16,7 @@ import pytest
 import uvicorn
 
 from dsimg.errors import ConfigError
-from dsimg_export import serve as serving
+from dsimg_export.server import listening
 from tests.export.golden_runs import edit_manifest, encoded_pictures, write_golden_run
 
 
@@ -283,7 +283,7 @@ def test_sigterm_before_it_serves_ends_it_with_code_0(run):
 
 
 def test_a_signal_between_the_handler_and_the_first_connection_ends_it():
-    answering = serving._Answering(uvicorn.Config(lambda: None), server=None, drain=0.0, url="")
+    answering = listening.Answering(uvicorn.Config(lambda: None), server=None, drain=0.0, url="")
     answering.handle_exit(signal.SIGTERM, None)
     assert answering.should_exit
 
@@ -311,8 +311,8 @@ def test_a_certificate_that_is_none_is_said_before_anything_is_loaded(run, tmp_p
 
 
 def test_a_port_is_taken_while_the_first_server_still_loads():
-    with serving._bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="Give another --port"):
-        serving._bind("127.0.0.1", first.getsockname()[1])
+    with listening.bind("127.0.0.1", 0) as first, pytest.raises(ConfigError, match="Give another --port"):
+        listening.bind("127.0.0.1", first.getsockname()[1])
 
 
 def test_localhost_is_not_open_to_others(run):
