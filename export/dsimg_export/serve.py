@@ -29,7 +29,8 @@ from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import build_app
 from dsimg_export.server.connection import bounded_protocol
 from dsimg_export.server.listening import Answering, bind, check_certificate
-from dsimg_export.server.model import Decoder, Model, Plan, load
+from dsimg_export.server.model import Model, Plan, load, open_pool
+from dsimg_export.server.pool import Pool
 from dsimg_export.server.reload import hash_of, watch
 from dsimg_export.server.state import Limits, Server
 from dsimg_export.server.tune import MOST_SECONDS, Load, Setting, parse_goal, settings, tune
@@ -234,11 +235,10 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
         images=config.max_images,
         deadline=config.deadline_ms / 1000,
     )
-    decoder = Decoder(config.decode_threads or all_cores(), max_pixels=config.max_pixels)
     terminal = cli.context().terminal
     server = Server(
         models={},
-        decoder=decoder,
+        pool=open_pool(_plan(config), config.decode_threads or all_cores()),
         limits=limits,
         keys=keys,
         say=terminal.say,
@@ -246,7 +246,7 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
     )
     for name, path in _named(config.source).items():
         server.models[name] = _load(config, server, name, path)
-    decoder.seconds_per_image = next(iter(server.models.values())).decode_seconds()
+    server.pool.decode_seconds = next(iter(server.models.values())).decode_seconds()
     server.telemetry.watch(
         "dsimg_queue_images", "Images that wait.", lambda: {m.name: m.batcher.waiting for m in server.models.values()}
     )
@@ -265,17 +265,12 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
             f"{_setting_text(found.setting)}: {found.images_per_second:.0f} a second, p99 {ms_text(found.p99)}"
         )
 
-    def load_with(plan: Plan) -> Model:
+    def load_with(plan: Plan, pool: Pool) -> Model:
         measured.append(plan)
-        return load(
-            path,
-            "tuned",
-            replace(plan, lone_threads=_lone_threads(config, plan.threads)),
-            observe=lambda images, seconds: None,
-        )
+        return load(path, "tuned", replace(plan, lone_threads=_lone_threads(config, plan.threads)), pool)
 
     terminal.say(f"measuring at most {len(tried)} settings, for about {MOST_SECONDS / 60:g} minutes")
-    found = tune(goal, tried, load=load_with, max_pixels=config.max_pixels, say=say)
+    found = tune(goal, tried, load=load_with, say=say)
     chosen = found.setting
     terminal.table(
         "tuned",
@@ -344,7 +339,16 @@ def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
     # Its parent would be one more network in memory, and proves nothing about what is served.
     verify_but(VerifyConfig(source=path, provider=config.provider, threads=config.threads), without=("parent",))
     batches = server.telemetry.batches.labels(name)
-    model = load(path, name, _plan(config), observe=lambda images, seconds: batches.observe(images))
+    kinds = server.telemetry.decoded
+    model = load(
+        path,
+        name,
+        _plan(config),
+        server.pool,
+        max_pixels=config.max_pixels,
+        decoded=lambda one: kinds.labels(name, one.format, one.mode, "yes" if one.rotated else "no").inc(),
+        observe=lambda images, seconds: batches.observe(images),
+    )
     if hash_of(path) != before:
         raise RunError(
             f"{path} changed while it was loaded. Make a run in a folder of its own, then turn a link to it."
@@ -407,12 +411,7 @@ def _is_loopback(host: str) -> bool:
 
 def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]]:
     first = next(iter(server.models.values()))
-    plan, decoder = first.plan, server.decoder
-    rate = min(
-        decoder.threads / decoder.seconds_per_image,
-        plan.workers / first.batcher.seconds_per_image,
-        all_cores() / (decoder.seconds_per_image + plan.threads * first.batcher.seconds_per_image),
-    )
+    plan, pool, batcher = first.plan, server.pool, first.batcher
     return [
         *[
             ("model", f"{m.name}: {m.served.run.model['arch']}, {len(m.classes)} classes")
@@ -422,17 +421,16 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
             "threads",
             f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each"
             + ("" if plan.lone_threads is None else f", a lone one with {plan.lone_threads}")
-            + f", {decoder.threads} decode",
+            + f", {pool.decode_threads} images decoded",
         ),
         (
             "batches",
-            f"at most {first.batcher.max_batch} images, waiting at most {config.delay_ms:g} ms; "
-            f"{plan.max_queue} may queue",
+            f"at most {batcher.max_batch} images, waiting at most {config.delay_ms:g} ms; {plan.max_queue} may queue",
         ),
         (
             "an image",
-            f"{ms_text(decoder.seconds_per_image)} to decode (golden images), "
-            f"{ms_text(first.batcher.seconds_per_image)} in the network: about {rate:.0f} a second",
+            f"{ms_text(pool.decode_seconds)} to decode (golden images), {ms_text(batcher.seconds_per_image)} in the "
+            f"network: about {1 / batcher.pace(1, 1):.0f} a second",
         ),
         (
             "limits",

@@ -1,53 +1,41 @@
 """Images of many requests into batches for one network: no polling, a bounded queue, no answer after its deadline.
 
-A batch starts as soon as a worker is free; with a delay, once it is full or its oldest image has waited that long. What
-is counted is images, not requests. Runs in one event loop; the network runs in threads.
+A thread that is free decodes until a batch is full or nothing is left to decode, then runs it; with a delay, once it is
+full or its oldest image has waited that long. What is counted is images, not requests. Requests come and are answered
+in one event loop; images are decoded and run in the threads of a `Pool`.
 """
 
 import asyncio
-import contextlib
 import functools
 import math
-import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dsimg.errors import ImageError
 from dsimg_export.server.errors import RefusedError
+from dsimg_export.server.pool import Job, Pool, learn
 
-Network = Callable[[NDArray[Any]], NDArray[np.float32]]
-# Of the threads that decode and call the network, by thread as Linux has it: where they take the loop's turns, requests
-# wait unread. ONNX Runtime's own threads stay as they are.
-NICENESS = 5
-# How much the last batch weighs in what an image is thought to take, and how many times as long it may seem.
-WEIGHT = 0.1
-MOST = 4.0
-
-
-def step_back() -> None:
-    """Let the loop's thread go before the calling one."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # forbidden here: its pool would be broken for good
-            os.nice(NICENESS)
-
-
-def learn(expected: float, seconds: float) -> float:
-    """Return what an image is thought to take after one took so many seconds; a stall does not count for much."""
-    return expected + WEIGHT * (min(seconds, MOST * expected) - expected) if expected else seconds
+Answer = TypeVar("Answer")
+Network = Callable[[NDArray[Any]], Sequence[Answer]]
+Decode = Callable[[bytes], NDArray[Any]]
+Gather = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
+# How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until
+# half of what is admitted comes late: decoded, and perhaps run, for nothing.
+MARGIN = 2.0
 
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds that a request's images took; of several batches the longest."""
+    """Seconds that a request's images took; of several the longest."""
 
-    queue: float = 0.0
+    decode: float = 0.0
+    queue: float = 0.0  # waiting for a thread, before and after decoding
     infer: float = 0.0
     batch: int = 0  # images in the largest batch
 
@@ -68,37 +56,48 @@ class Done:
 
 
 @dataclass(eq=False)
-class _Request:
+class _Request(Generic[Answer]):
     """Images that were submitted together, and what is known of their answers."""
 
-    logits: list[NDArray[np.float32] | None]
+    answers: list[Answer | ImageError | None]
     future: "asyncio.Future[None]"
+    deadline: float
     timing: Timing = field(default_factory=Timing)
     waiting: int = 0  # images without an answer
+    late: bool = False
 
 
 @dataclass(eq=False)
-class _Image:
-    pixels: NDArray[Any]
-    request: _Request
+class _Image(Generic[Answer]):
+    request: _Request[Answer]
     place: int
-    since: float
+    since: float  # when it came
+    file: bytes | None  # until it is decoded
+    pixels: NDArray[Any] | None
+    decode_seconds: float = 0.0
+    ready: float = 0.0  # when it could run
 
 
-class Batcher:
+class Batcher(Generic[Answer]):
     """Gathers images for a network.
 
-    network: (N, ...) -> logits (N, C), called in `workers` threads at a time. lone_network: called in its place where
-    nothing else runs or waits, at most `lone_gain` times as fast. max_batch: images a call. max_delay: seconds that the
-    oldest image waits at most for others. max_queue: images that wait at most.
+    network: (N, ...) -> N answers, called in `workers` threads at a time. decode: an image's file -> its pixels, raises
+    ImageError. gather: pixels of files, and images as the network takes them -> (N, ...). lone_network: called in the
+    network's place where nothing else runs or waits, at most `lone_gain` times as fast. cores_a_call: of those that the
+    pool's threads share. max_batch: images a call. max_delay: seconds that the oldest image waits at most for others.
+    max_queue: images that wait at most.
     """
 
     def __init__(
         self,
-        network: Network,
+        network: Network[Answer],
+        pool: Pool,
         *,
-        lone_network: Network | None = None,
+        decode: Decode,
+        gather: Gather = np.stack,
+        lone_network: Network[Answer] | None = None,
         lone_gain: float = 1.0,
+        cores_a_call: int = 1,
         max_batch: int,
         max_delay: float = 0.0,
         max_queue: int = 256,
@@ -107,116 +106,208 @@ class Batcher:
         observe: Callable[[int, float], None] = lambda images, seconds: None,
     ) -> None:
         self.max_batch, self.max_delay, self.max_queue = max_batch, max_delay, max_queue
-        self.workers = workers
-        self.network, self.lone_network = network, lone_network
+        self.workers, self.cores_a_call = workers, cores_a_call
+        self.network, self.lone_network, self.decode = network, lone_network, decode
+        self._gather = gather
         self._observe, self._lone_gain = observe, lone_gain
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="infer", initializer=step_back)
-        self._queue: deque[_Image] = deque()
+        self._pool = pool
+        # These four under the pool's lock.
+        self._files: deque[_Image[Answer]] = deque()
+        self._ready: deque[_Image[Answer]] = deque()
+        self._decoding = 0
         self._running = 0  # batches
-        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._unanswered = 0  # requests
         self._idle: asyncio.Event | None = None
         self.done = Done()
         # Seconds of a worker: what an image adds to the wait of those behind it is this over `workers`.
         self.seconds_per_image = seconds_per_image
+        pool.add(self)
 
     @property
     def waiting(self) -> int:
         """Images in the queue."""
-        return len(self._queue)
+        return len(self._files) + len(self._ready)
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self._queue or self._running)
+        return bool(self._files or self._ready or self._decoding or self._running)
 
-    def wait_for(self, images: int) -> float:
+    @property
+    def oldest(self) -> float:
+        """When the oldest image came that waits."""
+        return min((queue[0].since for queue in (self._files, self._ready) if queue), default=math.inf)
+
+    def pace(self, files: float, images: float) -> float:
+        """Return the seconds that decoding so many files and running so many images takes, all workers and cores busy.
+
+        Where both share the cores their times add up; a GPU sets the pace alone, or those who decode for it do.
+        """
+        decode, infer = self._pool.decode_seconds * files, self.seconds_per_image * images
+        return max(
+            decode / self._pool.decode_threads,
+            infer / self.workers,
+            (decode + self.cores_a_call * infer) / self._pool.cores,
+        )
+
+    def wait_for(self, images: int, *, decodes: bool = False) -> float:
         """Return the seconds after which so many further images would be answered, as far as is known."""
-        ahead = len(self._queue) + images
-        begun = self.max_batch / 2 if self._running >= self.workers else 0  # a free worker waits for nobody
-        return self.seconds_per_image * (ahead / self.workers + begun)
+        files = len(self._files) + self._decoding
+        ahead = files + len(self._ready) + images
+        begun = self.max_batch / 2 * self._running if self._running >= self.workers else 0  # a free one is there
+        return self.pace(files + (images if decodes else 0), ahead + begun)
 
     async def submit(
-        self, images: Sequence[NDArray[Any]], *, deadline: float = math.inf
-    ) -> tuple[NDArray[np.float32], Timing]:
-        """Return the logits (N, C) of N images, each as the network takes one, before `deadline`, of `time.monotonic`.
+        self, images: Sequence[bytes | NDArray[Any]], *, deadline: float = math.inf
+    ) -> tuple[list[Answer | ImageError], Timing]:
+        """Return the answer to each image, or why its file has none, before `deadline`, of `time.monotonic`.
 
-        Raises RefusedError where the queue is full, the deadline cannot be met or has passed before they ran; and what
-        the network raises. Where nothing waits or runs they are tried: what a network takes is learnt in no other way.
+        images: files, or arrays as the network takes them. Raises RefusedError where the queue is full, the deadline
+        cannot be met or has passed before they ran; and what the network raises. Where nothing waits or runs they are
+        tried: what a network takes is learnt in no other way.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        if self._closed:
-            raise RefusedError("this model is being unloaded", retry_after=1.0, kind="queue")
-        if len(self._queue) + len(images) > self.max_queue and self._queue:
-            raise RefusedError("Exceeds maximum queue size", retry_after=self.wait_for(0), kind="queue")
-        if now > deadline:
-            raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
-        expected = self.wait_for(len(images))
-        if self.busy and now + expected > deadline:
-            raise RefusedError(
-                f"cannot be answered in time: about {expected:.2f} s are needed", retry_after=expected, kind="deadline"
-            )
-        request = _Request([None] * len(images), loop.create_future(), waiting=len(images))
-        self._queue.extend(_Image(pixels, request, place, now) for place, pixels in enumerate(images))
-        self._dispatch()
-        late = False
+        decodes = isinstance(images[0], bytes)
+        self._admit(len(images), deadline, now, decodes=decodes)
+        request = _Request[Answer]([None] * len(images), loop.create_future(), deadline, waiting=len(images))
+        entries = [
+            _Image(request, place, now, image, None)
+            if isinstance(image, bytes)
+            else _Image(request, place, now, None, image, ready=now)
+            for place, image in enumerate(images)
+        ]
+        with self._pool.lock:
+            (self._files if decodes else self._ready).extend(entries)
+        self._unanswered += 1
+        timers = [] if deadline == math.inf else [loop.call_later(deadline - now, _expire, request)]
+        if self.max_delay:
+            timers.append(loop.call_later(self.max_delay, self._pool.wake))
         try:
-            async with asyncio.timeout(None if deadline == math.inf else deadline - now):
-                await request.future
-        except TimeoutError:
-            late = True
+            self._pool.wake(len(images))
+            await request.future
         finally:
+            for timer in timers:
+                timer.cancel()
             if request.waiting:
                 self.done.failed += 1
-                # Late, failed, or its caller is gone: what has not run yet need not.
-                self._queue = deque(image for image in self._queue if image.request is not request)
-                self._dispatch()
-        if late:  # not raised above: its context would hold the task, and that the error, the body and the pixels
+                self._forget(request)
+            self._unanswered -= 1
+            if self._idle is not None and not self._unanswered:
+                self._idle.set()
+        if request.late:  # not raised by the timer: its traceback would hold the task, and that the body and the pixels
             raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
         timing, done = request.timing, self.done
         done.requests += 1
         done.request_seconds += time.monotonic() - now
         done.queue_seconds += timing.queue
         done.infer_seconds += timing.infer
-        return np.stack([row for row in request.logits if row is not None]), timing
+        return [answer for answer in request.answers if answer is not None], timing
 
     async def close(self) -> None:
         """Answer what waits, and take nothing more."""
         self._closed = True
-        if self.busy:
+        if self._unanswered:
             self._idle = asyncio.Event()
-            self._dispatch()
+            self._pool.wake()
             await self._idle.wait()
-        self._pool.shutdown(wait=True)
+        self._pool.remove(self)
 
-    def _dispatch(self) -> None:
-        """Start what can start now, and set the clock for what cannot."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        while self._queue and self._running < self.workers:
-            due = self._queue[0].since + self.max_delay
-            if len(self._queue) < self.max_batch and now < due and not self._closed:
-                self._timer = loop.call_later(due - now, self._dispatch)
-                return
-            batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
-            network = self.network if self.busy or self.lone_network is None else self.lone_network
+    def _admit(self, images: int, deadline: float, now: float, *, decodes: bool) -> None:
+        """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them."""
+        if self._closed:
+            raise RefusedError("this model is being unloaded", retry_after=1.0, kind="queue")
+        if self.waiting and self.waiting + images > self.max_queue:
+            raise RefusedError("Exceeds maximum queue size", retry_after=self.wait_for(0), kind="queue")
+        if now > deadline:
+            raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
+        ahead = self.wait_for(images, decodes=decodes)
+        needed = MARGIN * ahead + self.seconds_per_image
+        if self.busy and now + needed > deadline:
+            raise RefusedError(
+                f"cannot be answered in time: up to {needed:.2f} s are needed", retry_after=ahead, kind="deadline"
+            )
+
+    def _forget(self, request: _Request[Answer]) -> None:
+        """Late, failed, or its caller is gone: what has not run yet need not."""
+        with self._pool.lock:
+            self._files = deque(image for image in self._files if image.request is not request)
+            self._ready = deque(image for image in self._ready if image.request is not request)
+
+    # In the pool's threads
+
+    def next_job(self, now: float) -> Job | None:
+        """Take a batch where one is due, else a file to decode."""
+        pool = self._pool
+        may_decode = bool(self._files) and pool.decoding < pool.decode_threads
+        if self._ready and self._running < self.workers:
+            first, ready = self._ready[0], len(self._ready)
+            full = ready >= self.max_batch or self._closed
+            # Nobody waits longer for others to be decoded than those that are there take to run.
+            gathers = may_decode and now - first.ready < self.seconds_per_image * ready
+            if full or (not gathers and now - first.since >= self.max_delay):
+                batch = [self._ready.popleft() for _ in range(min(ready, self.max_batch))]
+                network = self.network
+                if self.lone_network is not None and self._alone():
+                    network = self.lone_network
+                self._running += 1
+                return functools.partial(self._run, batch, network)
+        # Beyond what the next batches take, files wait as they are: pixels are larger.
+        if may_decode and len(self._ready) + self._decoding < (self.workers + 1) * self.max_batch:
+            self._decoding += 1
+            pool.decoding += 1
+            return functools.partial(self._decode, self._files.popleft())
+        return None
+
+    def _alone(self) -> bool:
+        return not self.busy and all(one.oldest == math.inf for one in self._pool.others(self))
+
+    def _decode(self, image: _Image[Answer]) -> None:
+        file, image.file = image.file, None
+        assert file is not None
+        start = time.monotonic()
+        failed: Exception | None = None
+        if start <= image.request.deadline:
             try:
-                task = loop.run_in_executor(self._pool, _run, network, [image.pixels for image in batch])
-            except RuntimeError as error:  # no thread can be started now
-                for image in batch:
-                    if not image.request.future.done():
-                        image.request.future.set_exception(error)
-                continue
-            self._running += 1
-            task.add_done_callback(functools.partial(self._finish, batch, now, network))
-        if self._idle is not None and not self.busy:
-            self._idle.set()
+                image.pixels = self.decode(file)
+            except Exception as error:
+                failed = error
+        image.ready = time.monotonic()
+        image.decode_seconds = image.ready - start
+        with self._pool.lock:
+            self._decoding -= 1
+            self._pool.decoding -= 1
+            if image.pixels is not None and not image.request.future.done():
+                self._ready.append(image)
+            if start <= image.request.deadline:
+                self._pool.learn_decode(image.decode_seconds)
+        if failed is not None:
+            image.request.future.get_loop().call_soon_threadsafe(self._answer, image, failed)
 
-    def _finish(self, batch: list[_Image], started: float, network: Network, done: "asyncio.Future[Any]") -> None:
-        self._running -= 1
-        rows, seconds = done.result()
+    def _run(self, batch: list[_Image[Answer]], network: Network[Answer]) -> None:
+        start = time.monotonic()
+        rows: Sequence[Answer | Exception]
+        pixels = [image.pixels for image in batch if image.pixels is not None]
+        try:
+            rows = list(network(self._gather(pixels)))
+        except Exception as error:
+            rows = [error] if len(pixels) == 1 else [_one(network, self._gather([image])) for image in pixels]
+        seconds = time.monotonic() - start
+        with self._pool.lock:
+            self._running -= 1
+        loop = batch[0].request.future.get_loop()
+        loop.call_soon_threadsafe(self._finish, batch, network, start, seconds, rows)
+
+    # In the loop
+
+    def _finish(
+        self,
+        batch: list[_Image[Answer]],
+        network: Network[Answer],
+        start: float,
+        seconds: float,
+        rows: Sequence[Answer | Exception],
+    ) -> None:
         known, taken = self.seconds_per_image, seconds / len(batch)
         if network is self.network:
             self.seconds_per_image = learn(known, taken)
@@ -228,37 +319,34 @@ class Batcher:
         count, total = did.by_size.get(len(batch), (0, 0.0))
         did.by_size[len(batch)] = (count + 1, total + seconds)
         for image, row in zip(batch, rows, strict=True):
-            request = image.request
-            if request.future.done():
-                continue
-            if isinstance(row, BaseException):
-                request.future.set_exception(row)
-                continue
-            timing = request.timing
-            timing.queue = max(timing.queue, started - image.since)
+            timing = image.request.timing
+            timing.queue = max(timing.queue, start - image.since - image.decode_seconds)
             timing.infer, timing.batch = max(timing.infer, seconds), max(timing.batch, len(batch))
-            request.logits[image.place] = row
-            request.waiting -= 1
-            if not request.waiting:
-                request.future.set_result(None)
-        self._dispatch()
+            self._answer(image, row)
+
+    def _answer(self, image: _Image[Answer], answer: Answer | Exception) -> None:
+        request = image.request
+        if request.future.done():
+            return
+        if isinstance(answer, Exception) and not isinstance(answer, ImageError):
+            request.future.set_exception(answer)
+            return
+        request.timing.decode = max(request.timing.decode, image.decode_seconds)
+        request.answers[image.place] = answer
+        request.waiting -= 1
+        if not request.waiting:
+            request.future.set_result(None)
 
 
-def _run(network: Network, images: list[NDArray[Any]]) -> tuple[list[NDArray[np.float32] | BaseException], float]:
-    """Return the logits of each image, or why there are none; and the seconds. In a worker's thread."""
-    start = time.monotonic()
-    rows: list[NDArray[np.float32] | BaseException]
+def _expire(request: _Request[Any]) -> None:
+    if not request.future.done():
+        request.late = True
+        request.future.set_result(None)
+
+
+def _one(network: Network[Answer], image: NDArray[Any]) -> Answer | Exception:
+    """Run one image (1, ...) of a batch that failed: its neighbours are to be answered."""
     try:
-        rows = list(network(np.stack(images)))
-    except Exception as error:
-        rows = [error] if len(images) == 1 else [_alone(network, image) for image in images]
-    return rows, time.monotonic() - start
-
-
-def _alone(network: Network, image: NDArray[Any]) -> NDArray[np.float32] | BaseException:
-    """Run one image of a batch that failed: its neighbours are to be answered."""
-    try:
-        row: NDArray[np.float32] = network(image[None])[0]
-        return row
+        return network(image)[0]
     except Exception as error:
         return error

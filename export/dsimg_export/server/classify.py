@@ -2,13 +2,13 @@
 network, ended where the client goes."""
 
 import asyncio
+import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 from starlette.requests import Request
 
@@ -16,14 +16,11 @@ from dsimg.errors import ImageError
 from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import read_body
-from dsimg_export.server.model import Model
+from dsimg_export.server.model import Answer, Model
 from dsimg_export.server.protocol import decompress
 from dsimg_export.server.state import Limits, Server
 
 T = TypeVar("T")
-# How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until
-# half of what is admitted comes late: decoded, and perhaps run, for nothing.
-MARGIN = 2.0
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
 
 
@@ -79,74 +76,55 @@ async def read_request(
 async def classify(
     server: Server,
     model: Model,
-    files: Sequence[bytes],
+    images: Sequence[bytes | NDArray[Any]],
     stages: dict[str, float],
     deadline: float,
     request: Request,
-) -> tuple[list[NDArray[np.float32] | str], Timing]:
-    """Return the logits (C,) of each image file, or why it has none. Raises RefusedError, HttpError."""
-    admit(server, model, len(files), deadline)
-    return await unless_gone(request, _classify(server, model, files, stages, deadline))
-
-
-async def _classify(
-    server: Server, model: Model, files: Sequence[bytes], stages: dict[str, float], deadline: float
-) -> tuple[list[NDArray[np.float32] | str], Timing]:
-    began = time.monotonic()
-    decoded = await server.decoder.decode(files, model, deadline=deadline)
-    stages["decode"] = time.monotonic() - began
-    telemetry = server.telemetry
-    readable = [one for one in decoded if not isinstance(one, ImageError)]
-    for one in readable:
-        telemetry.decoded.labels(model.name, one.format, one.mode, "yes" if one.rotated else "no").inc()
-    timing = Timing()
-    logits, finite = iter(()), 0
-    if readable:
-        found, timing = await model.logits([one.pixels for one in readable], deadline=deadline)
-        logits, finite = iter(found), int(np.isfinite(found).all(axis=1).sum())
-        stages.update(queue=timing.queue, infer=timing.infer)
-    for stage, seconds in stages.items():
-        telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
-    outcomes = telemetry.images
-    outcomes.labels(model.name, "answered").inc(finite)
-    outcomes.labels(model.name, "not finite").inc(len(readable) - finite)
-    outcomes.labels(model.name, "bad").inc(len(decoded) - len(readable))
-    return [str(one) if isinstance(one, ImageError) else next(logits) for one in decoded], timing
-
-
-def admit(server: Server, model: Model, images: int, deadline: float, *, decodes: bool = True) -> None:
-    """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them.
-
-    Where nothing else is in hand they are tried, for what they take may have changed. decodes: whether they are files.
-    """
+) -> tuple[list[Answer | ImageError], Timing]:
+    """Return what the network says of each image, or why its file cannot be read. Raises RefusedError, HttpError."""
     if not server.loaded:
         raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
-    decoder, batcher = server.decoder, model.batcher
-    waiting = decoder.waiting if decodes else 0
-    if waiting and waiting + images > model.plan.max_queue:
-        raise RefusedError("Exceeds maximum queue size", kind="queue", retry_after=decoder.wait_for(0))
-    # Decoding and the network run beside each other: the slower one sets the pace.
-    ahead = max(decoder.wait_for(images) if decodes else 0.0, batcher.wait_for(waiting + images))
-    needed = MARGIN * ahead + batcher.seconds_per_image
-    if (waiting or batcher.busy) and time.monotonic() + needed > deadline:
-        raise RefusedError(
-            f"cannot be answered in time: up to {needed:.2f} s are needed", kind="deadline", retry_after=ahead
-        )
+    async with while_there(request):
+        rows, timing = await model.batcher.submit(images, deadline=deadline)
+    if timing.decode:
+        stages["decode"] = timing.decode
+    if timing.batch:
+        stages.update(queue=timing.queue, infer=timing.infer)
+    telemetry = server.telemetry
+    for stage, seconds in stages.items():
+        telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
+    bad = sum(isinstance(row, ImageError) for row in rows)
+    finite = sum(row.finite for row in rows if not isinstance(row, ImageError))
+    for outcome, count in (("answered", finite), ("not finite", len(rows) - bad - finite), ("bad", bad)):
+        if count:
+            telemetry.images.labels(model.name, outcome).inc(count)
+    return rows, timing
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` gives; end it where the client goes. Raises HttpError then."""
-    task = asyncio.ensure_future(work)
+@contextlib.asynccontextmanager
+async def while_there(request: Request) -> AsyncIterator[None]:
+    """End what is done in it where the client goes. Raises HttpError then."""
+    task = asyncio.current_task()
+    assert task is not None
+    inside, ended = True, False
+
+    def end(gone: "asyncio.Task[None]") -> None:
+        nonlocal ended
+        if inside and not gone.cancelled():
+            ended = True
+            task.cancel()
+
     gone = asyncio.ensure_future(_gone(request))
+    gone.add_done_callback(end)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise HttpError(499, "the client is gone.", kind="gone", close=True)
+        yield
+    except asyncio.CancelledError:
+        if not ended or task.uncancel() > 0:
+            raise
+        raise HttpError(499, "the client is gone.", kind="gone", close=True) from None
     finally:
-        task.cancel()
+        inside = False
         gone.cancel()
-        del task  # its error holds this frame: the body would stay until the garbage collector comes
 
 
 async def _gone(request: Request) -> None:

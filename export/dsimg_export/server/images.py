@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dsimg.metrics import best_classes
+from dsimg.errors import ImageError
 from dsimg_export.server.classify import classify, read_request
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.model import Model
@@ -39,9 +38,7 @@ async def _predict(
         takes_long=lambda body: takes_long(body, kind),
     )
     rows, timing = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
-    logits = [row for row in rows if not isinstance(row, str)]
-    best = iter(best_classes(np.stack(logits), top) if logits else ())
-    said = [row if isinstance(row, str) else next(best) or NOT_FINITE for row in rows]
+    said = [str(row) if isinstance(row, ImageError) else row.best(top) or NOT_FINITE for row in rows]
     for one in said:
         if not isinstance(one, str):
             server.telemetry.confidence.labels(model.name).observe(one[0][1])
@@ -61,7 +58,7 @@ async def _predict(
 
 
 def _top(request: Request, classes: int) -> int:
-    text = request.query_params.get("top", "5")
+    text = request.query_params.get("top", "5") if request.scope["query_string"] else "5"
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0):
         raise HttpError(400, "top is a whole number of classes above 0.", kind="request")
     return min(int(text[:9]), classes)

@@ -1,12 +1,10 @@
 """A run that is being served: verified, warmed up, and the way from an image file's bytes to its logits."""
 
 import asyncio
-import concurrent.futures
 import contextlib
-import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsimg.errors import ImageError
-from dsimg.preprocess import decode_file, normalise, resize_and_crop
+from dsimg.machine import all_cores
+from dsimg.metrics import TOP, best_classes
+from dsimg.preprocess import MAX_PIXELS, Decoded, decode_file, normalise, resize_and_crop
 from dsimg.run import Run, sha256
 from dsimg.runtime import Provider
 from dsimg.show import ancestry
 from dsimg_export.golden import read_golden
 from dsimg_export.served import Served, depends_on_batch, open_served
-from dsimg_export.server.batcher import Batcher, Network, Timing, learn, step_back
-from dsimg_export.server.errors import RefusedError
+from dsimg_export.server.batcher import Batcher, Network
+from dsimg_export.server.pool import Pool
 from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
 
 
@@ -39,81 +38,36 @@ class Plan:
     provider: Provider = "cpu"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Input:
-    """An image as a network takes it, and what its file was."""
+@dataclass(frozen=True)
+class Answer:
+    """What a network says of an image."""
 
-    pixels: NDArray[Any]
-    format: str  # as in `dsimg.preprocess.Decoded`
-    mode: str
-    rotated: bool
+    logits: NDArray[np.float32]  # (C,)
+    _best: list[tuple[int, float]] | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all logits are."""
+        return self._best is not None
+
+    def best(self, k: int) -> list[tuple[int, float]] | None:
+        """Return the best k classes with their probabilities, best first; None where a logit is not finite."""
+        if self._best is None or k <= len(self._best):
+            return self._best and self._best[:k]
+        return best_classes(self.logits[None], k)[0]
 
 
-class Decoder:
-    """Threads that turn image files' bytes into pixels, for all models of a server."""
-
-    def __init__(self, threads: int, *, max_pixels: int) -> None:
-        self.threads = threads
-        self._max_pixels = max_pixels
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="decode", initializer=step_back)
-        self.waiting = 0  # images, those that are being decoded included
-        self.seconds_per_image = 0.0
-
-    def wait_for(self, images: int) -> float:
-        """Return the seconds after which so many further images would be decoded, as far as is known."""
-        return self.seconds_per_image * (1 + (self.waiting + images - 1) / self.threads)
-
-    async def decode(self, files: Sequence[bytes], model: "Model", *, deadline: float) -> list[Input | ImageError]:
-        """Return the network's input for each file, or why it has none. Raises RefusedError past the deadline."""
-
-        def work(data: bytes) -> tuple[Input | ImageError, float]:
-            start = time.monotonic()
-            if start > deadline:
-                raise self._late()
-            image: Input | ImageError
-            try:
-                image = model.input_of(data, max_pixels=self._max_pixels)
-            except ImageError as error:
-                image = error
-            return image, time.monotonic() - start
-
-        jobs: list[concurrent.futures.Future[tuple[Input | ImageError, float]]] = []
-        futures: list[asyncio.Future[tuple[Input | ImageError, float]]] = []
-        try:
-            for data in files:
-                jobs.append(self._pool.submit(work, data))
-                futures.append(asyncio.wrap_future(jobs[-1]))
-                futures[-1].add_done_callback(self._ended)
-                self.waiting += 1  # after `submit`, which raises where no thread can be started
-        except RuntimeError:
-            for job in jobs:
-                job.cancel()
-            raise
-        try:
-            left = None if deadline == math.inf else deadline - time.monotonic()
-            _, late = await asyncio.wait(futures, timeout=left)
-        finally:
-            for job in jobs:  # one that has begun runs to its end, and is counted until then
-                job.cancel()
-        if late:
-            raise self._late()
-        try:
-            return [future.result()[0] for future in futures]
-        finally:
-            futures.clear()  # their errors hold this frame
-            jobs.clear()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ended(self, future: "asyncio.Future[tuple[Any, float]]") -> None:
-        self.waiting -= 1
-        if not future.cancelled() and future.exception() is None:
-            self.seconds_per_image = learn(self.seconds_per_image, future.result()[1])
-
-    def _late(self) -> RefusedError:
-        return RefusedError("its deadline has passed", kind="deadline", retry_after=self.wait_for(0))
+def open_pool(plan: Plan, decode_threads: int) -> Pool:
+    """Return threads for models that run by a plan: on a CPU they share the cores, and a call on a GPU takes none."""
+    beside = 0 if plan.provider == "cpu" else plan.workers
+    threads = max(decode_threads + beside, plan.workers)
+    cpus = sorted(os.sched_getaffinity(0))
+    return Pool(
+        threads,
+        decode_threads=decode_threads,
+        cores=all_cores(),
+        cpus=cpus if len(cpus) == threads and not os.environ.get("NOPIN") else (),
+    )
 
 
 class Model:
@@ -124,18 +78,26 @@ class Model:
         name: str,
         served: Served,
         plan: Plan,
+        pool: Pool,
         *,
+        max_pixels: int,
         lone: Served | None = None,
+        decoded: Callable[[Decoded], None],
         observe: Callable[[int, float], None],
     ) -> None:
         self.name, self.served, self.plan = name, served, plan
+        self._max_pixels, self._decoded = max_pixels, decoded
         self.version = sha256(served.run.path / "run.json")[:12]
         self.takes_pixels = takes_pixels(served.session)
         self.card = _card(served, name=name, version=self.version, provider=plan.provider)
         self._users = 0  # requests that have this model in hand
         self._unused = asyncio.Event()
-        self.batcher = Batcher(
+        self.batcher: Batcher[Answer] = Batcher(
             _network(served),
+            pool,
+            decode=self._decode,
+            gather=self._gather,
+            cores_a_call=plan.threads if plan.provider == "cpu" else 0,
             lone_network=None if lone is None else _network(lone),
             lone_gain=max(plan.workers, (plan.lone_threads or plan.threads) / plan.threads),
             max_batch=1 if depends_on_batch(served.session) else plan.max_batch,
@@ -156,16 +118,19 @@ class Model:
         channels, height, width = self.served.preprocess.input_size
         return (height, width, channels) if self.takes_pixels else (channels, height, width)
 
-    def input_of(self, data: bytes, *, max_pixels: int) -> Input:
-        """Return an image file as the network takes it, by the steps of evaluation. Raises ImageError."""
-        decoded = decode_file(data, max_pixels=max_pixels)
+    def _decode(self, data: bytes) -> NDArray[np.uint8]:
+        decoded = decode_file(data, max_pixels=self._max_pixels)
         pixels = resize_and_crop(decoded.image, self.served.preprocess)
-        return Input(
-            pixels=pixels if self.takes_pixels else normalise(pixels[None], self.served.preprocess)[0],
-            format=decoded.format,
-            mode=decoded.mode,
-            rotated=decoded.rotated,
-        )
+        self._decoded(decoded)
+        return pixels
+
+    def _gather(self, images: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Return pixels (H, W, 3) of files, and images as the network takes them, as it takes a batch."""
+        if self.takes_pixels or not any(image.dtype == np.uint8 for image in images):
+            return np.stack(images)
+        if all(image.dtype == np.uint8 for image in images):
+            return normalise(np.stack(images), self.served.preprocess)
+        return np.concatenate([self._gather([image]) for image in images])
 
     def warm_up(self) -> None:
         """Run every size of batch once, and learn what an image takes: the first runs allocate."""
@@ -185,7 +150,7 @@ class Model:
         images = read_golden(self.served.run.file("golden")).encoded
         start = time.monotonic()
         for data in images:
-            self.input_of(data, max_pixels=2**31)
+            resize_and_crop(decode_file(data).image, self.served.preprocess)
         return (time.monotonic() - start) / len(images)
 
     @contextlib.contextmanager
@@ -239,13 +204,22 @@ class Model:
             "response_stats": {},  # of models that answer a request several times
         }
 
-    async def logits(self, images: Sequence[NDArray[Any]], *, deadline: float) -> tuple[NDArray[np.float32], Timing]:
-        """Return the logits (N, C) of N images as the network takes them. Raises RefusedError."""
-        return await self.batcher.submit(images, deadline=deadline)
 
+def load(
+    path: Path,
+    name: str,
+    plan: Plan,
+    pool: Pool,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    decoded: Callable[[Decoded], None] = lambda decoded: None,
+    observe: Callable[[int, float], None] = lambda images, seconds: None,
+) -> Model:
+    """Open a run and warm it up; the pool's threads run it.
 
-def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], None]) -> Model:
-    """Open a run and warm it up. Raises DsimgError as `open_served`."""
+    max_pixels: an image at most. decoded: told of each image that could be read. observe: told of each batch, its
+    images and seconds. Raises DsimgError as `open_served`.
+    """
     run = Run.open(path)
     served = open_served(run, threads=plan.threads, provider=plan.provider)
     lone = plan.lone_threads
@@ -253,6 +227,9 @@ def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], N
         name,
         served,
         plan,
+        pool,
+        max_pixels=max_pixels,
+        decoded=decoded,
         lone=None if lone is None else open_served(run, threads=lone, provider=plan.provider),
         observe=observe,
     )
@@ -260,10 +237,11 @@ def load(path: Path, name: str, plan: Plan, *, observe: Callable[[int, float], N
     return model
 
 
-def _network(served: Served) -> Network:
-    def run(images: NDArray[Any]) -> NDArray[np.float32]:
+def _network(served: Served) -> Network[Answer]:
+    def run(images: NDArray[Any]) -> list[Answer]:
         logits: NDArray[np.float32] = served.session.run([OUTPUT], {INPUT: images})[0]
-        return logits
+        # For the whole batch here: in the loop's thread each image would cost all others the time.
+        return [Answer(row, best) for row, best in zip(logits, best_classes(logits, TOP), strict=True)]
 
     return run
 

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import Room
-from dsimg_export.server.model import Decoder, Model
+from dsimg_export.server.model import Model
+from dsimg_export.server.pool import Pool
 from dsimg_export.server.telemetry import Telemetry
 
 if TYPE_CHECKING:  # an extra
@@ -38,7 +39,7 @@ class Server:
     """What the routes share: the models by name, and whether they are taken."""
 
     models: dict[str, Model]
-    decoder: Decoder
+    pool: Pool
     limits: Limits
     keys: tuple[bytes, ...] = ()
     say: Callable[[str], None] = print  # to whoever runs the server

@@ -12,7 +12,8 @@ import numpy as np
 
 from dsimg.errors import ConfigError
 from dsimg_export.golden import read_golden
-from dsimg_export.server.model import Decoder, Model, Plan
+from dsimg_export.server.model import Model, Plan, open_pool
+from dsimg_export.server.pool import Pool
 
 GOAL = re.compile(r"p99=([0-9.]+)\s*ms")
 BATCHES = (1, 2, 4, 8, 16)
@@ -78,8 +79,7 @@ def tune(
     goal: float,
     tried: Sequence[Setting],
     *,
-    load: Callable[[Plan], Model],
-    max_pixels: int,
+    load: Callable[[Plan, Pool], Model],
     say: Callable[[Load], None],
     seconds: float | None = None,
 ) -> Load:
@@ -94,16 +94,18 @@ def tune(
     for setting in tried:
         if time.monotonic() > end:
             break
-        model = load(
-            Plan(
-                workers=setting.workers,
-                threads=setting.threads,
-                max_batch=setting.max_batch,
-                max_delay=setting.delay,
-                max_queue=max(CLIENTS) * 2,
-            )
+        plan = Plan(
+            workers=setting.workers,
+            threads=setting.threads,
+            max_batch=setting.max_batch,
+            max_delay=setting.delay,
+            max_queue=max(CLIENTS) * 2,
         )
-        found = asyncio.run(_bear(model, setting, goal, max_pixels, SECONDS if seconds is None else seconds))
+        pool = open_pool(plan, setting.decode_threads)
+        try:
+            found = asyncio.run(_bear(load(plan, pool), setting, goal, SECONDS if seconds is None else seconds))
+        finally:
+            pool.close()
         slowest = min(slowest, found[0].p99)
         kept = [one for one in found if one.p99 <= goal]
         if not kept:
@@ -120,9 +122,8 @@ def tune(
     return best
 
 
-async def _bear(model: Model, setting: Setting, goal: float, max_pixels: int, seconds: float) -> list[Load]:
+async def _bear(model: Model, setting: Setting, goal: float, seconds: float) -> list[Load]:
     """Return what a setting bears with more and more clients, up to the first that is too slow."""
-    decoder = Decoder(setting.decode_threads, max_pixels=max_pixels)
     images = read_golden(model.served.run.file("golden")).encoded
     found: list[Load] = []
     try:
@@ -135,9 +136,8 @@ async def _bear(model: Model, setting: Setting, goal: float, max_pixels: int, se
                     begun = time.monotonic()
                     if begun - start > seconds and (len(waits) >= MIN_ANSWERS or begun - start > MAX_SECONDS):
                         return
-                    (image,) = await decoder.decode([data], model, deadline=math.inf)
-                    assert not isinstance(image, Exception)
-                    await model.logits([image.pixels], deadline=math.inf)
+                    (answer,), _ = await model.batcher.submit([data])
+                    assert not isinstance(answer, Exception)
                     waits.append(time.monotonic() - begun)
 
             await asyncio.gather(*(client(number) for number in range(clients)))
@@ -155,6 +155,5 @@ async def _bear(model: Model, setting: Setting, goal: float, max_pixels: int, se
             if found[-1].p99 > goal or slower:
                 break
     finally:
-        decoder.close()
         await model.batcher.close()
     return found

@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import dsimg
+from dsimg.errors import ImageError
 from dsimg_export.server import protocol
-from dsimg_export.server.classify import admit, classify, read_request, unless_gone
+from dsimg_export.server.classify import classify, read_request
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.json_text import LONG
 from dsimg_export.server.limits import read_body
@@ -136,16 +137,12 @@ async def _infer(
     if timeout:
         deadline = min(deadline, there + timeout / 1e6)
     (tensor,) = asked.inputs
-    if tensor.datatype == "BYTES":
-        rows, _ = await classify(server, model, [bytes(data) for data in tensor.data], stages, deadline, request)
-        for place, row in enumerate(rows):
-            if isinstance(row, str):
-                raise HttpError(400, f"image {place}: {row}", kind="image")
-        logits = np.stack([row for row in rows if not isinstance(row, str)])
-    else:
-        admit(server, model, len(tensor.data), deadline, decodes=False)
-        logits, timing = await unless_gone(request, model.logits(list(tensor.data), deadline=deadline))
-        stages.update(queue=timing.queue, infer=timing.infer)
+    images = [bytes(data) for data in tensor.data] if tensor.datatype == "BYTES" else list(tensor.data)
+    rows, _ = await classify(server, model, images, stages, deadline, request)
+    for place, row in enumerate(rows):
+        if isinstance(row, ImageError):
+            raise HttpError(400, f"image {place}: {row}", kind="image")
+    logits = np.stack([row.logits for row in rows if not isinstance(row, ImageError)])
     content, headers = protocol.answer_infer(
         asked, {OUTPUT: logits}, model=model.name, version=model.version, labels=model.classes
     )
