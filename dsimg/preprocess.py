@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageFile, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from dsimg.errors import ConfigError, ImageError, near
 
@@ -155,8 +155,6 @@ def decode_file(data: bytes, *, max_pixels: int = MAX_PIXELS) -> Decoded:
         size = f"{image.width}x{image.height}"
         raise ImageError(f"too many pixels: {size} is above the limit of {max_pixels:,}; save a smaller copy")
     try:
-        if isinstance(image, ImageFile.ImageFile):
-            image.decodermaxblock = max(len(data), image.decodermaxblock)  # at once
         image.load()  # once: after a failed load() the next one gives a black picture
         turn = TRANSPOSE.get(_orientation(image))
         picture = _rgb(image)

@@ -67,7 +67,10 @@ class ServeConfig:
     """Threads of a call beside which nothing runs or waits; for it the network is in memory a second time. Default: one
     a core; not on a GPU, nor where --threads are as many."""
     decode_threads: int | None = None
-    """Threads that decode images, beside the calls. Default: one a core."""
+    """Images decoded at a time, by the threads that also call the networks; on a GPU they have threads of their own.
+    Default: one a core."""
+    pin: bool = True
+    """Keep each of these threads to a core of its own while all are busy, where there are as many of them as cores."""
     max_batch: int = 8
     """Images a call at most."""
     delay_ms: float = 0.0
@@ -238,7 +241,7 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
     terminal = cli.context().terminal
     server = Server(
         models={},
-        pool=open_pool(_plan(config), config.decode_threads or all_cores()),
+        pool=open_pool(_plan(config), config.decode_threads or all_cores(), pin=config.pin),
         limits=limits,
         keys=keys,
         say=terminal.say,

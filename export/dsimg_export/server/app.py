@@ -18,7 +18,7 @@ from dsimg_export.server import images, pages, protocol, v2
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.limits import check_key
 from dsimg_export.server.state import Handler, Server, json_response
-from dsimg_export.server.telemetry import log_line, request_id_of
+from dsimg_export.server.telemetry import Stages, log_line, request_id_of
 
 # What any answer carries: nothing here is to be framed, sniffed, or to load from elsewhere.
 SECURITY = {
@@ -71,7 +71,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
         began = time.monotonic()
         request_id = request_id_of(request.headers.get("x-request-id"))
         span = None if server.tracing is None else server.tracing.begin(server, route, request, request_id)
-        stages: dict[str, float] = {} if span is None else span.stages
+        stages = Stages()
         refused: HttpError | None = None
         try:
             if route not in OPEN:
@@ -92,7 +92,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
             response = refusal(refused)
             server.telemetry.errors.labels(refused.kind).inc()
         if span is not None:
-            span.end(response, refused)
+            span.end(response, refused, stages)
         _finish(
             server,
             route,
@@ -133,7 +133,7 @@ def _unrouted(server: Server) -> Callable[[Request, Exception], Awaitable[Respon
         assert isinstance(error, HTTPException)
         reason = HttpError(error.status_code, error.detail, kind="unknown")
 
-        async def handler(server: Server, request: Request, stages: dict[str, float]) -> Response:
+        async def handler(server: Server, request: Request, stages: Stages) -> Response:
             raise reason
 
         response = await _answering(server, NO_ROUTE, handler)(request)
@@ -166,6 +166,6 @@ def refusal(error: HttpError) -> Response:
     return response
 
 
-async def metrics(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def metrics(server: Server, request: Request, stages: Stages) -> Response:
     """GET /metrics, for Prometheus."""
     return Response(server.telemetry.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from dsimg.errors import ImageError
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.server.pool import Job, Pool, learn
+from dsimg_export.server.telemetry import Interval
 
 Answer = TypeVar("Answer")
 Network = Callable[[NDArray[Any]], Sequence[Answer]]
@@ -32,12 +33,20 @@ MARGIN = 2.0
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds that a request's images took; of several the longest."""
+    """What became of a request's images, and when."""
 
-    decode: float = 0.0
-    queue: float = 0.0  # waiting for a thread, before and after decoding
-    infer: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)  # by stage; of several images the longest
+    intervals: list[Interval] = field(default_factory=list)  # of the image that was answered last
     batch: int = 0  # images in the largest batch
+
+    def add(self, intervals: list[Interval]) -> None:
+        """Note an image that is answered. It queues twice: until it is decoded, and until it runs."""
+        taken: dict[str, float] = {}
+        for stage, began, ended in intervals:
+            taken[stage] = taken.get(stage, 0.0) + ended - began
+        for stage, seconds in taken.items():
+            self.seconds[stage] = max(self.seconds.get(stage, 0.0), seconds)
+        self.intervals = intervals
 
 
 @dataclass(kw_only=True)
@@ -74,8 +83,15 @@ class _Image(Generic[Answer]):
     since: float  # when it came
     file: bytes | None  # until it is decoded
     pixels: NDArray[Any] | None
-    decode_seconds: float = 0.0
+    begun: float = 0.0  # when its decoding began
     ready: float = 0.0  # when it could run
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """What has been done with it, and when."""
+        if not self.begun:
+            return []
+        return [Interval("queue", self.since, self.begun), Interval("decode", self.begun, self.ready)]
 
 
 class Batcher(Generic[Answer]):
@@ -200,8 +216,8 @@ class Batcher(Generic[Answer]):
         timing, done = request.timing, self.done
         done.requests += 1
         done.request_seconds += time.monotonic() - now
-        done.queue_seconds += timing.queue
-        done.infer_seconds += timing.infer
+        done.queue_seconds += timing.seconds.get("queue", 0.0)
+        done.infer_seconds += timing.seconds.get("infer", 0.0)
         return [answer for answer in request.answers if answer is not None], timing
 
     async def close(self) -> None:
@@ -253,7 +269,7 @@ class Batcher(Generic[Answer]):
                 self._running += 1
                 return functools.partial(self._run, batch, network)
         # Beyond what the next batches take, files wait as they are: pixels are larger.
-        if may_decode and len(self._ready) + self._decoding < (self.workers + 1) * self.max_batch:
+        if may_decode and len(self._ready) < (self.workers + 1) * self.max_batch:
             self._decoding += 1
             pool.decoding += 1
             return functools.partial(self._decode, self._files.popleft())
@@ -265,24 +281,24 @@ class Batcher(Generic[Answer]):
     def _decode(self, image: _Image[Answer]) -> None:
         file, image.file = image.file, None
         assert file is not None
-        start = time.monotonic()
+        image.begun = time.monotonic()
+        in_time = image.begun <= image.request.deadline
         failed: Exception | None = None
-        if start <= image.request.deadline:
+        if in_time:
             try:
                 image.pixels = self.decode(file)
             except Exception as error:
                 failed = error
         image.ready = time.monotonic()
-        image.decode_seconds = image.ready - start
         with self._pool.lock:
             self._decoding -= 1
             self._pool.decoding -= 1
             if image.pixels is not None and not image.request.future.done():
                 self._ready.append(image)
-            if start <= image.request.deadline:
-                self._pool.learn_decode(image.decode_seconds)
+            if in_time:
+                self._pool.learn_decode(image.ready - image.begun)
         if failed is not None:
-            image.request.future.get_loop().call_soon_threadsafe(self._answer, image, failed)
+            image.request.future.get_loop().call_soon_threadsafe(self._answer, image, failed, image.intervals)
 
     def _run(self, batch: list[_Image[Answer]], network: Network[Answer]) -> None:
         start = time.monotonic()
@@ -319,19 +335,18 @@ class Batcher(Generic[Answer]):
         count, total = did.by_size.get(len(batch), (0, 0.0))
         did.by_size[len(batch)] = (count + 1, total + seconds)
         for image, row in zip(batch, rows, strict=True):
-            timing = image.request.timing
-            timing.queue = max(timing.queue, start - image.since - image.decode_seconds)
-            timing.infer, timing.batch = max(timing.infer, seconds), max(timing.batch, len(batch))
-            self._answer(image, row)
+            image.request.timing.batch = max(image.request.timing.batch, len(batch))
+            ran = [Interval("queue", image.ready, start), Interval("infer", start, start + seconds)]
+            self._answer(image, row, image.intervals + ran)
 
-    def _answer(self, image: _Image[Answer], answer: Answer | Exception) -> None:
+    def _answer(self, image: _Image[Answer], answer: Answer | Exception, intervals: list[Interval]) -> None:
         request = image.request
         if request.future.done():
             return
         if isinstance(answer, Exception) and not isinstance(answer, ImageError):
             request.future.set_exception(answer)
             return
-        request.timing.decode = max(request.timing.decode, image.decode_seconds)
+        request.timing.add(intervals)
         request.answers[image.place] = answer
         request.waiting -= 1
         if not request.waiting:

@@ -19,6 +19,7 @@ from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Answer, Model
 from dsimg_export.server.protocol import decompress
 from dsimg_export.server.state import Limits, Server
+from dsimg_export.server.telemetry import Interval, Stages
 
 T = TypeVar("T")
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
@@ -45,7 +46,7 @@ def _seconds_for(request: Request, limits: Limits) -> float:
 async def read_request(
     server: Server,
     request: Request,
-    stages: dict[str, float],
+    stages: Stages,
     take: Callable[[int], None],
     *,
     parse: Callable[[bytes], T],
@@ -69,7 +70,9 @@ async def read_request(
 
     parsed, size = await server.beside(work, deadline=deadline) if encoding or takes_long(body) else work()
     take(max(0, size - len(body)))
-    stages["read"] = time.monotonic() - began
+    ended = time.monotonic()
+    stages["read"] = ended - began
+    stages.intervals.append(Interval("read", began, ended))
     return parsed, there, deadline
 
 
@@ -77,7 +80,7 @@ async def classify(
     server: Server,
     model: Model,
     images: Sequence[bytes | NDArray[Any]],
-    stages: dict[str, float],
+    stages: Stages,
     deadline: float,
     request: Request,
 ) -> tuple[list[Answer | ImageError], Timing]:
@@ -86,10 +89,8 @@ async def classify(
         raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
     async with while_there(request):
         rows, timing = await model.batcher.submit(images, deadline=deadline)
-    if timing.decode:
-        stages["decode"] = timing.decode
-    if timing.batch:
-        stages.update(queue=timing.queue, infer=timing.infer)
+    stages.update(timing.seconds)
+    stages.intervals += timing.intervals
     telemetry = server.telemetry
     for stage, seconds in stages.items():
         telemetry.stage_seconds.labels(model.name, stage).observe(seconds)

@@ -11,13 +11,13 @@ from dsimg_export.server.classify import classify, read_request
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.model import Model
 from dsimg_export.server.state import Server, json_response
-from dsimg_export.server.telemetry import server_timing
+from dsimg_export.server.telemetry import Stages, server_timing
 from dsimg_export.server.uploads import Upload, read_uploads, takes_long
 
 NOT_FINITE = "the network gave NaN or infinity"
 
 
-async def predict(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def predict(server: Server, request: Request, stages: Stages) -> Response:
     """POST /predict: the best classes of each image of the body; one that cannot be read fails alone."""
     model = server.model(request.path_params.get("name"))
     with model.in_use(), server.room.share() as take:
@@ -25,7 +25,7 @@ async def predict(server: Server, request: Request, stages: dict[str, float]) ->
 
 
 async def _predict(
-    server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
+    server: Server, model: Model, request: Request, stages: Stages, take: Callable[[int], None]
 ) -> Response:
     top = _top(request, len(model.classes))
     kind = request.headers.get("content-type", "")
@@ -73,6 +73,6 @@ def _answer(place: int, upload: Upload, said: list[tuple[int, float]] | str, mod
     return {**head, "classes": [{"class": model.classes[k], "index": k, "probability": share} for k, share in said]}
 
 
-async def models(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def models(server: Server, request: Request, stages: Stages) -> Response:
     """GET /models: what is served, and how it was made."""
     return json_response({"models": [model.card for model in server.models.values()]})

@@ -57,17 +57,15 @@ class Answer:
         return best_classes(self.logits[None], k)[0]
 
 
-def open_pool(plan: Plan, decode_threads: int) -> Pool:
-    """Return threads for models that run by a plan: on a CPU they share the cores, and a call on a GPU takes none."""
+def open_pool(plan: Plan, decode_threads: int, *, pin: bool = True) -> Pool:
+    """Return threads for models that run by a plan: on a CPU they share the cores, and a call on a GPU takes none.
+
+    pin: whether each may keep to a core, where there are as many threads as cores.
+    """
     beside = 0 if plan.provider == "cpu" else plan.workers
     threads = max(decode_threads + beside, plan.workers)
-    cpus = sorted(os.sched_getaffinity(0))
-    return Pool(
-        threads,
-        decode_threads=decode_threads,
-        cores=all_cores(),
-        cpus=cpus if len(cpus) == threads and not os.environ.get("NOPIN") else (),
-    )
+    cpus = sorted(os.sched_getaffinity(0)) if pin else []
+    return Pool(threads, decode_threads=decode_threads, cores=all_cores(), cpus=cpus if len(cpus) == threads else ())
 
 
 class Model:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dsimg_export.server.openapi import openapi
-from dsimg_export.server.state import Server
+from dsimg_export.server.state import Handler, Server
+from dsimg_export.server.telemetry import Stages
 
 HTML = "text/html; charset=utf-8"
 
@@ -37,12 +38,10 @@ def make_pages() -> dict[str, Page]:
     }
 
 
-def handler(
-    content: bytes, kind: str, with_keys: bytes | None = None
-) -> Callable[[Server, Request, dict[str, float]], Awaitable[Response]]:
+def handler(content: bytes, kind: str, with_keys: bytes | None = None) -> Handler:
     """Return a handler of `app` that answers with a page."""
 
-    async def answer(server: Server, request: Request, stages: dict[str, float]) -> Response:
+    async def answer(server: Server, request: Request, stages: Stages) -> Response:
         shown = with_keys if with_keys is not None and server.keys else content
         return Response(shown, headers={"content-type": kind})
 

@@ -51,7 +51,7 @@ class Pool:
         self._places = itertools.count()
         self._place = threading.local()
         self._sources: list[Source] = []
-        self._active = 0  # threads with a job
+        self._active = 0  # threads that look for jobs or do one
         self._void = 0  # calls of `_work` that wait for a thread though nobody counts on them
 
     def add(self, source: Source) -> None:

@@ -15,7 +15,7 @@ from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import Room
 from dsimg_export.server.model import Model
 from dsimg_export.server.pool import Pool
-from dsimg_export.server.telemetry import Telemetry
+from dsimg_export.server.telemetry import Stages, Telemetry
 
 if TYPE_CHECKING:  # an extra
     from dsimg_export.server.tracing import Tracing
@@ -89,7 +89,7 @@ class Server:
 
 
 # What a route is: the request, and a dict that it tells the seconds of each stage.
-Handler = Callable[[Server, Request, dict[str, float]], Awaitable[Response]]
+Handler = Callable[[Server, Request, Stages], Awaitable[Response]]
 
 
 def json_response(content: object, *, status: int = 200) -> Response:

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -68,8 +69,24 @@ class Telemetry:
         return generate_latest(self.registry)
 
 
-def server_timing(stages: Mapping[str, float], *, batch: int) -> str:
-    """Return the value of a Server-Timing header; stages: seconds by name."""
+class Interval(NamedTuple):
+    """A stage of a request, and when it began and ended, of `time.monotonic`."""
+
+    stage: str
+    began: float
+    ended: float
+
+
+class Stages(dict[str, float]):
+    """Seconds of a request's stages, and when they were: of the images, those of the one that was answered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.intervals: list[Interval] = []
+
+
+def server_timing(stages: Stages, *, batch: int) -> str:
+    """Return the value of a Server-Timing header; batch: images in the largest one, or 0."""
     parts = [f"{name};dur={1000 * seconds:.2f}" for name, seconds in stages.items()]
     return ", ".join([*parts, f'batch;desc="{batch}"'] if batch else parts)
 

@@ -28,6 +28,7 @@ import dsimg
 from dsimg.errors import ConfigError
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.state import Server
+from dsimg_export.server.telemetry import Stages
 
 # Asked every few seconds by orchestrators and Prometheus: their spans would be most of all there are.
 UNTRACED = ("/metrics", "/v2/health/live", "/v2/health/ready")
@@ -35,44 +36,6 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS
 LONGEST = 1024  # characters of what a client wrote
 QUIET_SECONDS = 60.0  # after each time that OpenTelemetry has said something
 BATCH = re.compile(r'batch;desc="(\d+)"')
-
-
-class Stages(dict[str, float]):
-    """Seconds of a request's stages, as the routes write them down, and when they did: at a stage's end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: dict[str, float] = {}  # of time.monotonic()
-
-    def __setitem__(self, stage: str, seconds: float) -> None:
-        super().__setitem__(stage, seconds)
-        self.written[stage] = time.monotonic()
-
-    def update(self, *args: Any, **seconds: float) -> None:
-        """Write several down; dict's own would pass `__setitem__` by."""
-        for stage, value in dict(*args, **seconds).items():
-            self[stage] = value
-
-    def intervals(self) -> dict[str, tuple[float, float]]:
-        """Return when each stage began and ended, of time.monotonic(), as far as that is known.
-
-        `queue` and `infer` are written down together, once both are over: images queue from the end of the stage
-        before, and the network's call ends here. Of several batches they are the longest wait and the longest call,
-        perhaps not of one batch. Yet the batch that ended last waited and ran no longer than that, between these two
-        instants: where both fit in there, they are its own, to within the time left over, which is the gap between the
-        two spans. Where they do not, neither has a place.
-        """
-        found: dict[str, tuple[float, float]] = {}
-        before: float | None = None
-        for stage, end in self.written.items():
-            if stage not in ("queue", "infer"):
-                found[stage] = (end - self[stage], end)
-                before = end
-        if before is not None and {"queue", "infer"} <= self.keys():
-            waited, ran, end = before + self["queue"], self["infer"], self.written["infer"]
-            if waited + ran <= end + 1e-6:
-                found |= {"queue": (before, waited), "infer": (end - ran, end)}
-        return found
 
 
 class Tracing:
@@ -117,10 +80,9 @@ class Tracing:
 
 
 class RequestSpan:
-    """The span of one request. `stages` is what its route writes the stages' seconds into."""
+    """The span of one request."""
 
     def __init__(self, tracer: Any, span: Any, clock: int) -> None:
-        self.stages = Stages()
         self._tracer, self._span = tracer, span
         self._clock = clock  # nanoseconds from time.monotonic_ns() to time.time_ns()
 
@@ -130,19 +92,19 @@ class RequestSpan:
         context = self._span.get_span_context()
         return {"trace_id": format_trace_id(context.trace_id), "span_id": format_span_id(context.span_id)}
 
-    def end(self, response: Response, refused: HttpError | None) -> None:
-        """End the span with the answer, and say why there was no better one."""
+    def end(self, response: Response, refused: HttpError | None, stages: Stages) -> None:
+        """End the span with the answer, the stages in it, and why there was no better one."""
         span, status = self._span, response.status_code
         if span.is_recording():
             inside = set_span_in_context(span)
-            for stage, (began, ended) in self.stages.intervals().items():
-                child = self._tracer.start_span(stage, context=inside, start_time=self._clock + int(1e9 * began))
-                child.end(self._clock + int(1e9 * ended))
+            for one in stages.intervals:
+                began, ended = (self._clock + int(1e9 * instant) for instant in (one.began, one.ended))
+                self._tracer.start_span(one.stage, context=inside, start_time=began).end(ended)
             batch = BATCH.search(response.headers.get("server-timing", ""))
             span.set_attributes(
                 {
                     "http.response.status_code": status,
-                    **{f"dsimg.{stage}_ms": 1000 * seconds for stage, seconds in self.stages.items()},
+                    **{f"dsimg.{stage}_ms": 1000 * seconds for stage, seconds in stages.items()},
                     **({"dsimg.batch_images": int(batch[1])} if batch else {}),
                     **({"dsimg.refused": refused.kind} if refused else {}),
                 }

@@ -16,34 +16,34 @@ from dsimg_export.server.json_text import LONG
 from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Model
 from dsimg_export.server.state import Server, json_response
-from dsimg_export.server.telemetry import server_timing
+from dsimg_export.server.telemetry import Stages, server_timing
 from dsimg_export.session import INPUT, OUTPUT
 
 
-async def server_metadata(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def server_metadata(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2."""
     return json_response(protocol.server_metadata(dsimg.__version__))
 
 
-async def live(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def live(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/health/live."""
     return json_response({"live": True, "ready": server.ready})
 
 
-async def ready(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def ready(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/health/ready: 200 or 503."""
     good = server.ready
     return json_response({"live": True, "ready": good}, status=200 if good else 503)
 
 
-async def model_ready(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def model_ready(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/models/M/ready."""
     model = _named(server, request)
     good = server.ready
     return json_response({"name": model.name, "ready": good}, status=200 if good else 503)
 
 
-async def model_metadata(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def model_metadata(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/models/M."""
     model = _named(server, request)
     inputs, outputs = specs(model)
@@ -60,7 +60,7 @@ async def model_metadata(server: Server, request: Request, stages: dict[str, flo
     )
 
 
-async def model_config(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def model_config(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/models/M/config, in the words of Triton's model configuration."""
     model = _named(server, request)
     inputs, outputs = specs(model)
@@ -81,13 +81,13 @@ async def model_config(server: Server, request: Request, stages: dict[str, float
     )
 
 
-async def statistics(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def statistics(server: Server, request: Request, stages: Stages) -> Response:
     """GET /v2/models/stats and /v2/models/M/stats."""
     named = [_named(server, request)] if "name" in request.path_params else list(server.models.values())
     return json_response({"model_stats": [model.statistics() for model in named]})
 
 
-async def repository_index(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def repository_index(server: Server, request: Request, stages: Stages) -> Response:
     """POST /v2/repository/index."""
     body = await read_body(request, limit=LONG, seconds=server.limits.body_seconds)
     ready_only = protocol.parse_index(body)
@@ -104,7 +104,7 @@ async def repository_index(server: Server, request: Request, stages: dict[str, f
     )
 
 
-async def infer(server: Server, request: Request, stages: dict[str, float]) -> Response:
+async def infer(server: Server, request: Request, stages: Stages) -> Response:
     """POST /v2/models/M/infer: the network's own input, or encoded images as BYTES."""
     model = _named(server, request)
     with model.in_use(), server.room.share() as take:
@@ -112,7 +112,7 @@ async def infer(server: Server, request: Request, stages: dict[str, float]) -> R
 
 
 async def _infer(
-    server: Server, model: Model, request: Request, stages: dict[str, float], take: Callable[[int], None]
+    server: Server, model: Model, request: Request, stages: Stages, take: Callable[[int], None]
 ) -> Response:
     header_length = request.headers.get("inference-header-content-length")
     inputs, outputs = specs(model)
@@ -138,7 +138,7 @@ async def _infer(
         deadline = min(deadline, there + timeout / 1e6)
     (tensor,) = asked.inputs
     images = [bytes(data) for data in tensor.data] if tensor.datatype == "BYTES" else list(tensor.data)
-    rows, _ = await classify(server, model, images, stages, deadline, request)
+    rows, timing = await classify(server, model, images, stages, deadline, request)
     for place, row in enumerate(rows):
         if isinstance(row, ImageError):
             raise HttpError(400, f"image {place}: {row}", kind="image")
@@ -146,7 +146,7 @@ async def _infer(
     content, headers = protocol.answer_infer(
         asked, {OUTPUT: logits}, model=model.name, version=model.version, labels=model.classes
     )
-    return Response(content, headers={**headers, "server-timing": server_timing(stages, batch=0)})
+    return Response(content, headers={**headers, "server-timing": server_timing(stages, batch=timing.batch)})
 
 
 def specs(model: Model) -> tuple[list[protocol.TensorSpec], list[protocol.TensorSpec]]:

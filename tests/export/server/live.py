@@ -80,4 +80,4 @@ def serving(*runs: Path, keys: tuple[bytes, ...] = (), **flags: Any) -> Iterator
     finally:
         answering.should_exit = True
         thread.join(10)
-        server.decoder.close()
+        server.pool.close()

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from PIL import ExifTags, Image
 from dsimg import metrics
 from dsimg.preprocess import Preprocess, preprocess_image
 from dsimg_export.served import open_served
+from dsimg_export.server.model import _network
+from dsimg_export.session import INPUT
 from tests.export.golden_runs import encoded_pictures, picture, write_golden_run
 from tests.export.server.live import serving
 
@@ -131,7 +134,7 @@ def test_top_says_how_many_classes(live):
 def test_the_answer_says_where_the_time_went(live):
     answer = live.post("/predict", encoded_pictures()[0])
     names = [part.split(";")[0] for part in answer.headers["server-timing"].split(", ")]
-    assert names == ["read", "decode", "queue", "infer", "batch"]
+    assert names == ["read", "queue", "decode", "infer", "batch"]
 
 
 def test_several_models_are_asked_by_name(run, tmp_path):
@@ -211,7 +214,7 @@ def test_a_picture_in_any_mode_is_answered(live, mode):
 def test_a_bug_is_a_500_in_json_that_tells_nothing_and_leaves_a_trace(live, monkeypatch):
     said = []
     monkeypatch.setattr(live.server, "say", said.append)
-    monkeypatch.setattr(live.server.models["digits"], "input_of", lambda data, **limits: 1 / 0)
+    monkeypatch.setattr(live.server.models["digits"].batcher, "decode", lambda data: 1 / 0)
     answer = live.post("/predict", encoded_pictures()[0], x_request_id="r7")
     assert answer.status == 500
     assert "r7" in answer.json["error"]
@@ -224,11 +227,11 @@ def test_a_bug_is_a_500_in_json_that_tells_nothing_and_leaves_a_trace(live, monk
 def test_an_estimate_above_the_deadline_is_tried_and_mended(run):
     with serving(run.path, deadline_ms=500) as live:
         (model,) = live.server.models.values()
-        model.batcher.seconds_per_image = live.server.decoder.seconds_per_image = 3.0
+        model.batcher.seconds_per_image = live.server.pool.decode_seconds = 3.0
         for _ in range(40):
             assert live.post("/predict", encoded_pictures()[0]).status == 200
         assert model.batcher.seconds_per_image < 0.1
-        assert live.server.decoder.seconds_per_image < 0.1
+        assert live.server.pool.decode_seconds < 0.1
 
 
 def test_a_key_may_have_any_letters(run):
@@ -263,10 +266,13 @@ def test_what_files_were_is_counted(run):
 
 
 def test_a_network_that_gives_nan_is_the_server_s_fault(run):
+    def nothing(names, inputs):
+        return [np.full((len(inputs[INPUT]), 5), np.nan, np.float32)]
+
     data = encoded_pictures()[0]
     with serving(run.path, lone_threads=1) as live:
         (model,) = live.server.models.values()
-        model.batcher.network = lambda images: np.full((len(images), 5), np.nan, np.float32)
+        model.batcher.network = _network(SimpleNamespace(session=SimpleNamespace(run=nothing)))
         answer = live.post("/predict", data)
         body, kind = form(("bad", b"no image"), ("good", data))
         both = live.post("/predict", body, content_type=kind)

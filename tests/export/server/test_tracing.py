@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-import types
 
 import numpy as np
 import pytest
@@ -30,8 +29,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
-from dsimg_export.server import tracing
-from dsimg_export.server.tracing import Stages, Tracing, open_tracing
+from dsimg_export.server.tracing import Tracing, open_tracing
 
 PICTURE = encoded_pictures()[0]
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -54,7 +52,7 @@ class Traced:
         self._spans.clear()
         answer = self.live.ask(*words, **headers)
         *inside, outer = self._spans.get_finished_spans()
-        return answer, outer, {span.name: span for span in inside}
+        return answer, outer, inside
 
 
 @pytest.fixture
@@ -96,12 +94,14 @@ def test_a_request_is_a_span_by_the_conventions(traced):
 
 def test_the_stages_lie_in_the_request_one_after_the_other(traced):
     _, span, inside = traced.ask("POST", "/predict", PICTURE)
-    assert list(inside) == ["read", "decode", "queue", "infer"]
-    for stage, one in inside.items():
+    assert [one.name for one in inside] == ["read", "queue", "decode", "queue", "infer"]
+    took = dict.fromkeys(("read", "queue", "decode", "infer"), 0.0)
+    for one in inside:
         assert one.parent.span_id == span.context.span_id
         assert one.context.trace_id == span.context.trace_id
-        assert (one.end_time - one.start_time) / 1e6 == pytest.approx(span.attributes[f"dsimg.{stage}_ms"], abs=1e-3)
-    instants = [instant for one in inside.values() for instant in (one.start_time, one.end_time)]
+        took[one.name] += (one.end_time - one.start_time) / 1e6
+    assert took == {stage: pytest.approx(span.attributes[f"dsimg.{stage}_ms"], abs=1e-3) for stage in took}
+    instants = [instant for one in inside for instant in (one.start_time, one.end_time)]
     assert [span.start_time, *instants, span.end_time] == sorted([span.start_time, *instants, span.end_time])
     assert abs(span.end_time / 1e9 - time.time()) < 5
 
@@ -115,7 +115,7 @@ def test_tensors_have_no_decoding_and_their_version_is_known(traced):
     path = f"/v2/models/{model.name}/versions/{model.version}/infer"
     answer, span, inside = traced.ask("POST", path, json.dumps(body).encode())
     assert answer.status == 200
-    assert list(inside) == ["read", "queue", "infer"]
+    assert [one.name for one in inside] == ["read", "queue", "infer"]
     assert span.attributes["http.route"] == "/v2/models/{name}/versions/{version}/infer"
     assert span.attributes["dsimg.model.version"] == model.version
 
@@ -127,7 +127,7 @@ def test_a_caller_s_trace_goes_on_and_the_log_names_it(traced):
     assert f"{span.parent.span_id:016x}" == caller_span
     assert span.parent.is_remote
     assert span.context.trace_state.to_header() == "a=b"
-    assert {one.context.trace_id for one in inside.values()} == {span.context.trace_id}
+    assert {one.context.trace_id for one in inside} == {span.context.trace_id}
     (line,) = traced.lines
     assert (line["trace_id"], line["span_id"]) == (caller_trace, f"{span.context.span_id:016x}")
 
@@ -179,11 +179,11 @@ def test_a_request_without_a_route_is_named_by_its_method_alone(traced):
 
 def test_a_bug_is_an_error_of_the_span(traced, monkeypatch):
     monkeypatch.setattr(traced.live.server, "say", lambda text: None)
-    monkeypatch.setattr(traced.live.server.decoder, "decode", None)
+    monkeypatch.setattr(next(iter(traced.live.server.models.values())).batcher, "submit", None)
     answer, span, inside = traced.ask("POST", "/predict", PICTURE)
     assert answer.status == 500
     assert (span.status.status_code, span.attributes["error.type"]) == (StatusCode.ERROR, "bug")
-    assert list(inside) == ["read"]
+    assert [one.name for one in inside] == ["read"]
 
 
 def test_a_client_s_words_are_cut(traced):
@@ -204,23 +204,6 @@ def test_a_sampler_that_takes_none_makes_no_spans_and_answers(live):
         assert live.post("/predict", PICTURE).status == 200
     finally:
         live.server.tracing = None
-
-
-def test_of_several_batches_the_stages_have_a_place_only_where_it_is_known(monkeypatch):
-    now = 10.0
-    monkeypatch.setattr(tracing, "time", types.SimpleNamespace(monotonic=lambda: now))
-    stages = Stages()
-    stages["read"] = 1.0
-    now = 35.0
-    stages.update({"queue": 10.0}, infer=12.0)  # batches of 0 to 10 and 10 to 22, and 3 seconds until it was seen
-    assert stages.intervals() == {"read": (9.0, 10.0), "queue": (10.0, 20.0), "infer": (23.0, 35.0)}
-    stages = Stages()
-    now = 10.0
-    stages["read"] = 1.0
-    now = 35.0
-    stages.update(queue=20.0, infer=20.0)  # batches of 0 to 20 and 20 to 25
-    assert stages.intervals() == {"read": (9.0, 10.0)}
-    assert stages == {"read": 1.0, "queue": 20.0, "infer": 20.0}
 
 
 # Over HTTP, from a process
@@ -275,9 +258,10 @@ def test_traces_arrive_as_the_environment_says_the_last_at_the_end(run, collecto
     (scope,) = group.scope_spans
     assert scope.scope.name == "dsimg.serve"
     names = [span.name for span in scope.spans]
-    assert {name: names.count(name) for name in names} == dict.fromkeys(
-        ("POST /predict", "read", "decode", "queue", "infer"), 3
-    )
+    assert {name: names.count(name) for name in names} == {
+        **dict.fromkeys(("POST /predict", "read", "decode", "infer"), 3),
+        "queue": 6,
+    }
     logged = {json.loads(line)["trace_id"] for line in rest.splitlines() if line.startswith("{")}
     assert logged == {span.trace_id.hex() for span in scope.spans}
 

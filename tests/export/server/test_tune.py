@@ -25,8 +25,7 @@ def tuned(run, goal, tried, said=None):
     return tune(
         goal,
         tried,
-        load=lambda plan: load(run, "x", plan, observe=lambda images, seconds: None),
-        max_pixels=10**6,
+        load=lambda plan, pool: load(run, "x", plan, pool),
         say=([] if said is None else said).append,
         seconds=0.2,
     )
@@ -70,8 +69,8 @@ def test_more_clients_are_tried_until_the_goal_breaks(run, monkeypatch):
     monkeypatch.setattr(tuning, "MIN_ANSWERS", 8)
     calls = []
 
-    def slow(plan):
-        model = load(run, "x", plan, observe=lambda images, seconds: None)
+    def slow(plan, pool):
+        model = load(run, "x", plan, pool)
         network = model.batcher.network
 
         def sleeping(images):
@@ -83,7 +82,7 @@ def test_more_clients_are_tried_until_the_goal_breaks(run, monkeypatch):
         return model
 
     tried = [setting(workers=2, max_batch=1)]
-    found = tune(0.17, tried, load=slow, max_pixels=10**6, say=lambda load: None, seconds=0.2)
+    found = tune(0.17, tried, load=slow, say=lambda load: None, seconds=0.2)
     assert found.clients == 2  # a third one would wait for 200 ms
     assert 10 < found.images_per_second < 20
     assert len(calls) < 60  # eight were not tried

@@ -1,0 +1,186 @@
+"""The threads of a server: which job is next, on which core, and that nothing runs where nothing is to be done."""
+
+import asyncio
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dsimg_export.server import pool as pools
+from dsimg_export.server.batcher import Batcher
+from dsimg_export.server.model import Plan, open_pool
+from dsimg_export.server.pool import Pool
+
+
+def batcher(pool, network=lambda images: images, decode=lambda data: np.zeros(1), **options):
+    return Batcher(network, pool, decode=decode, **{"max_batch": 1, **options})
+
+
+def test_models_share_the_threads_and_the_oldest_image_is_first():
+    order, gate = [], threading.Event()
+
+    def network(name):
+        def run(images):
+            gate.wait(10)
+            order.append(name)
+            return images
+
+        return run
+
+    async def body():
+        pool = Pool(1, decode_threads=1, cores=1)
+        a, b = (batcher(pool, network(name)) for name in "ab")
+        tasks = []
+        for one in (a, b, b, a, b):
+            tasks.append(asyncio.create_task(one.submit([np.zeros(1)])))
+            await asyncio.sleep(0.001)
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert order == ["a", "b", "b", "a", "b"]
+        await a.close()
+        await b.submit([np.zeros(1)])
+        assert order[5:] == ["b"]
+
+    asyncio.run(body())
+
+
+def test_no_more_threads_decode_than_may():
+    now, most, lock = 0, 0, threading.Lock()
+
+    def decode(data):
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+        return np.zeros(1)
+
+    async def body():
+        pool = Pool(4, decode_threads=2, cores=4)
+        await batcher(pool, decode=decode, workers=4).submit([b"a"] * 12)
+        assert most == 2
+
+    asyncio.run(body())
+
+
+def test_all_threads_work_where_there_is_work():
+    barrier = threading.Barrier(3, timeout=5)
+
+    def decode(data):
+        barrier.wait()
+        return np.zeros(1)
+
+    def network(images):
+        barrier.wait()
+        return images
+
+    async def body():
+        pool = Pool(3, decode_threads=3, cores=3)
+        await batcher(pool, decode=decode).submit([b"a"] * 3)  # three decode at a time
+        assert await batcher(pool, network, workers=3).submit([np.zeros(1)] * 3)  # three run at a time
+
+    asyncio.run(body())
+
+
+def test_a_thread_keeps_to_a_core_while_all_are_busy(monkeypatch):
+    cpus = sorted(os.sched_getaffinity(0))[:2]
+    if len(cpus) < 2:
+        pytest.skip("one core: there is nothing to keep to.")
+    seen, both = [], threading.Barrier(2, timeout=5)
+
+    def network(images):
+        if images[0, 0]:
+            both.wait()
+        seen.append(os.sched_getaffinity(0))
+        return images
+
+    async def body():
+        pool = Pool(2, decode_threads=2, cores=2, cpus=cpus)
+        one = batcher(pool, network, workers=2)
+        await asyncio.gather(*(one.submit([np.ones(1)]) for _ in range(8)))
+        assert sorted(map(sorted, seen[2:])) == [[cpus[0]]] * 3 + [[cpus[1]]] * 3
+        seen.clear()
+        for _ in range(4):
+            await asyncio.sleep(0.01)  # until the thread before has nothing to do
+            await one.submit([np.zeros(1)])
+        assert seen == [set(cpus)] * 4
+
+    asyncio.run(body())
+    assert os.sched_getaffinity(0) >= set(cpus)  # the loop's thread goes where it likes
+
+
+@pytest.mark.parametrize(
+    ("provider", "workers", "decode_threads", "pin", "threads", "pinned"),
+    [
+        ("cpu", 4, 4, True, 4, True),
+        ("cpu", 1, 4, True, 4, True),
+        ("cpu", 4, 4, False, 4, False),
+        ("cpu", 2, 2, True, 2, False),  # as under a control group's limit: the other cores may be the idle ones
+        ("cpu", 4, 8, True, 8, False),
+        ("cuda", 1, 4, True, 5, False),
+    ],
+)
+def test_threads_are_pinned_where_there_are_as_many_as_cores(
+    monkeypatch, provider, workers, decode_threads, pin, threads, pinned
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    plan = Plan(workers=workers, threads=1, max_batch=1, max_delay=0.0, max_queue=1, provider=provider)
+    pool = open_pool(plan, decode_threads, pin=pin)
+    assert pool.threads == threads
+    assert pool._cpus == ((0, 1, 2, 3) if pinned else ())
+
+
+def test_a_core_that_is_taken_away_costs_nothing(monkeypatch):
+    def gone(pid, cpus):
+        raise OSError(22, "Invalid argument")
+
+    async def body():
+        pool = Pool(1, decode_threads=1, cores=1, cpus=[0])
+        assert await batcher(pool).submit([np.zeros(1)])
+
+    monkeypatch.setattr(pools.os, "sched_setaffinity", gone)
+    asyncio.run(body())
+
+
+def test_a_thread_that_cannot_be_started_leaves_the_work_to_the_others(monkeypatch):
+    gate, starts = threading.Event(), []
+    start = threading.Thread.start
+
+    def one_only(thread):
+        if starts:
+            raise RuntimeError("can't start new thread")
+        starts.append(thread)
+        start(thread)
+
+    def network(images):
+        gate.wait(10)
+        return images
+
+    async def body():
+        one = batcher(Pool(2, decode_threads=2, cores=2), network, workers=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", one_only)
+            tasks = [asyncio.create_task(one.submit([np.zeros(1)])) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            gate.set()
+            assert len(await asyncio.gather(*tasks)) == 3
+        assert len(await asyncio.gather(*(one.submit([np.zeros(1)]) for _ in range(4)))) == 4
+        assert one._pool._active == 0 or not one.busy
+
+    asyncio.run(body())
+
+
+def test_a_closed_pool_has_no_threads():
+    async def body():
+        pool = Pool(2, decode_threads=2, cores=2)
+        one = batcher(pool, workers=2)
+        await asyncio.gather(*(one.submit([np.zeros(1)]) for _ in range(8)))
+        await one.close()
+        pool.close()
+        assert not [thread for thread in threading.enumerate() if thread in pool._executor._threads]
+
+    asyncio.run(body())
