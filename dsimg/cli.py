@@ -39,6 +39,8 @@ class Context:
         self.at_exit: Callable[[int, str], None] = lambda code, text: None
 
 
+IN_PYTHON = "In Python:"  # begins what a stage's docstring says to who calls it, and not to who gives it flags
+RECIPE = "--config FILE.toml takes flags from a table of their names and values; those given here come before its own."
 _context: Context | None = None
 
 
@@ -178,10 +180,16 @@ def parse(stage: Callable[[Any], Any], argv: Sequence[str], *, quiet: bool = Fal
         config_type,
         args=[*flags, *words],
         prog=f"dsimg {stage.__name__}",
-        description=inspect.getdoc(stage),
+        description=_about(stage),
         use_underscores=True,
         console_outputs=not quiet,
     )
+
+
+def _about(stage: Callable[[Any], Any]) -> str:
+    """Return what --help says before the flags."""
+    paragraphs = (inspect.getdoc(stage) or "").split("\n\n")
+    return "\n\n".join([*(one for one in paragraphs if not one.startswith(IN_PYTHON)), RECIPE])
 
 
 def config_type_of(stage: Callable[[Any], Any]) -> type[Any]:

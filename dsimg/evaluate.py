@@ -56,7 +56,10 @@ class EvaluateConfig:
 
 
 def evaluate(config: EvaluateConfig) -> Evaluation | None:
-    """Measure a run on a folder of images, each image once on any number of ranks. Rank 0 gets the result."""
+    """Measure a run on a folder of images, each image once on any number of ranks.
+
+    In Python: rank 0 gets the result, the others None.
+    """
     run = Run.open(config.source)
     if choose_runtime(run, threads=config.threads, provider=config.provider) == "onnxruntime":
         result: Evaluation | None = _evaluate_file(run, config)

@@ -90,7 +90,9 @@ class Prediction:
 def predict(config: PredictConfig) -> list[Prediction]:
     """Say what is on images. A file that cannot be read is named, and the others go on; then the exit code is 2.
 
-    With --out the table says which files those are, nothing is returned, and the exit code is 0.
+    With --out the table says which files those are, and the exit code is 0.
+
+    In Python: returns the predictions; with `out` none.
     """
     run = Run.open(config.source)
     files = [file for given in config.images for file in (images_below(given) if given.is_dir() else [given])]

@@ -19,7 +19,9 @@ __all__ = ["TrainConfig", "train"]
 def train(config: TrainConfig) -> Run:
     """Train an image classifier with DeepSpeed, on any number of ranks, into a run folder.
 
-    Asked to stop, it saves and ends with exit code 75 (in Python: StopRequested); the same command goes on.
+    Asked to stop, it saves and ends with exit code 75; the same command goes on.
+
+    In Python: raises StopRequested then.
     """
     return run_stage(config, stage="train", body=_train)
 

@@ -57,7 +57,10 @@ class BenchConfig:
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
-    """Measure latency, throughput, load time and memory of exported runs, all in turn; return what bench.json holds."""
+    """Measure latency, throughput, load time and memory of exported runs, all in turn.
+
+    In Python: returns what bench.json holds.
+    """
     out = None if config.out is None else make_folder(config.out)
     threads = config.threads or tuple(sorted({1, all_cores()}))
     served = _open(config)

@@ -25,6 +25,7 @@ from dsimg.console import bytes_text, ms_text
 from dsimg.errors import ConfigError, RunError
 from dsimg.machine import all_cores
 from dsimg.preprocess import MAX_PIXELS
+from dsimg.run import Run
 from dsimg.runtime import Provider, require_onnxruntime
 from dsimg_export.server.app import build_app
 from dsimg_export.server.connection import bounded_protocol
@@ -247,7 +248,10 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
         say=terminal.say,
         access_log=terminal.data if config.access_log else None,
     )
-    for name, path in _named(config.source).items():
+    named = _named(config.source)
+    for path in named.values():
+        Run.open(path)  # whether all are there is known before the first is verified
+    for name, path in named.items():
         server.models[name] = _load(config, server, name, path)
     server.pool.decode_seconds = next(iter(server.models.values())).decode_seconds()
     server.telemetry.watch(

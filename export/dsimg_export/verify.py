@@ -76,9 +76,10 @@ class VerifyConfig:
 
 
 def verify(config: VerifyConfig) -> list[tuple[str, str]]:
-    """Prove that a run says on this machine what it said where it was made; return each check with what it found.
+    """Prove that a run says on this machine what it said where it was made.
 
-    Raises the error of the first check that fails, with the check's name, after the table of all was printed.
+    In Python: returns each check with what it found. Raises the error of the first check that fails, with the check's
+    name, after the table of all was printed.
     """
     return verify_but(config, without=())
 

@@ -75,6 +75,13 @@ def test_help_lists_the_stages_without_torch() -> None:
     assert "evaluate" in answer.stdout
 
 
+def test_a_stages_help_names_recipes_and_says_nothing_for_callers() -> None:
+    said = " ".join(dsimg("evaluate", "--help").stdout.split())
+    assert "Measure a run on a folder of images" in said
+    assert "--config FILE.toml" in said
+    assert "Python" not in said
+
+
 def test_a_misspelt_stage_is_an_error_with_the_near_name() -> None:
     answer = dsimg("tain")
     assert answer.returncode == 2

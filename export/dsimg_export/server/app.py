@@ -131,7 +131,12 @@ def _unrouted(server: Server) -> Callable[[Request, Exception], Awaitable[Respon
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        reason = HttpError(error.status_code, error.detail, kind="unknown")
+        path = request.scope["path"][:200]
+        text = {
+            404: f"there is no {path} here; GET /docs lists what there is.",
+            405: f"{path} is not there for {request.method}; GET /docs lists what there is.",
+        }
+        reason = HttpError(error.status_code, text.get(error.status_code, error.detail), kind="unknown")
 
         async def handler(server: Server, request: Request, stages: Stages) -> Response:
             raise reason

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dsimg.errors import DsimgError
 from dsimg.metrics import best_classes
 from dsimg.preprocess import normalise
 from dsimg_export.serve import ServeConfig, open_server
@@ -43,3 +44,9 @@ def test_pixels_and_what_the_network_takes_are_one_batch(run, pixels):
     ready = [normalise(image[None], model.served.preprocess)[0] for image in raw]
     given = {"pixels": raw, "tensors": ready, "both": [raw[0], ready[1]]}[pixels]
     np.testing.assert_array_equal(model._gather(given), np.stack(ready))
+
+
+def test_a_run_that_is_not_there_is_missed_before_another_is_verified(run, tmp_path, capsys):
+    with pytest.raises(DsimgError, match="no_such_run"):
+        open_server(ServeConfig(source=(run.path, tmp_path / "no_such_run")))
+    assert "says here what it said" not in capsys.readouterr().out

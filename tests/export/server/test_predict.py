@@ -191,7 +191,8 @@ def test_what_is_not_there_is_said_in_json(live, method, path, status):
     answer = live.ask(method, path)
     assert answer.status == status
     assert answer.headers["content-type"] == "application/json"
-    assert answer.json["error"]
+    assert path in answer.json["error"]
+    assert "/docs" in answer.json["error"]
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 

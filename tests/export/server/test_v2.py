@@ -169,7 +169,8 @@ def test_the_index_may_be_of_ready_models_alone(live):
 
 def test_a_slash_too_many_is_an_error_that_can_be_read(live):
     answer = live.post("/v2/models/digits/infer/", b"{}")
-    assert (answer.status, answer.json) == (404, {"error": "Not Found"})
+    error = "there is no /v2/models/digits/infer/ here; GET /docs lists what there is."
+    assert (answer.status, answer.json) == (404, {"error": error})
 
 
 def test_statistics_count(live, client):
