@@ -61,23 +61,24 @@ class ServeConfig:
     """What the slowest of a hundred may take, as p99=50ms: find --workers, --threads, --decode_threads, --max_batch and
     --delay_ms that answer most within it, by measuring the first run on its golden images for about two minutes."""
     workers: int | None = None
-    """Calls of a network at a time. Default: the cores over --threads; on a GPU 1."""
+    """Calls of each network at a time. Default: the cores over --threads; on a GPU 1."""
     threads: int = 1
     """Threads of ONNX Runtime in each call."""
     lone_threads: int | None = None
     """Threads of a call beside which nothing runs or waits; for it the network is in memory a second time. Default: one
     a core; not on a GPU, nor where --threads are as many."""
     decode_threads: int | None = None
-    """Images decoded at a time, by the threads that also call the networks; on a GPU they have threads of their own.
-    Default: one a core."""
+    """Images decoded at a time. On a CPU the threads that decode also call the networks: as many as the larger of this
+    and --workers; on a GPU there are --workers more. Default: one a core."""
     pin: bool = True
-    """Keep each of these threads to a core of its own while all are busy, where there are as many of them as cores."""
+    """While all threads that decode and call networks are busy, keep each to a core of its own, where there are as many
+    as cores. --no_pin leaves it to the system."""
     max_batch: int = 8
     """Images a call at most."""
     delay_ms: float = 0.0
     """How long the oldest image may wait for others while a worker is free."""
     max_queue: int = 256
-    """Images that may wait at most; what comes then is refused with 503."""
+    """Images that may wait for each network at most; what comes then is refused with 503."""
     deadline_ms: float = 5000.0
     """When an answer is due, counted from when the body is there; a client asks for less by X-Request-Timeout, in
     seconds. What cannot be answered in time is refused at once with 503 and Retry-After."""
@@ -277,7 +278,7 @@ def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
         return load(path, "tuned", replace(plan, lone_threads=_lone_threads(config, plan.threads)), pool)
 
     terminal.say(f"measuring at most {len(tried)} settings, for about {MOST_SECONDS / 60:g} minutes")
-    found = tune(goal, tried, load=load_with, say=say)
+    found = tune(goal, tried, load=load_with, pin=config.pin, say=say)
     chosen = found.setting
     terminal.table(
         "tuned",
@@ -428,7 +429,7 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
             "threads",
             f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each"
             + ("" if plan.lone_threads is None else f", a lone one with {plan.lone_threads}")
-            + f", {pool.decode_threads} images decoded",
+            + f", at most {pool.decode_threads} images decoded at a time",
         ),
         (
             "batches",
@@ -437,7 +438,7 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
         (
             "an image",
             f"{ms_text(pool.decode_seconds)} to decode (golden images), {ms_text(batcher.seconds_per_image)} in the "
-            f"network: about {1 / batcher.pace(1, 1):.0f} a second",
+            f"network: about {1 / batcher.wait_for(1, decodes=True):.0f} a second",
         ),
         (
             "limits",

@@ -17,8 +17,9 @@ from starlette.routing import Route
 from dsimg_export.server import images, pages, protocol, v2
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.limits import check_key
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Handler, Server, json_response
-from dsimg_export.server.telemetry import Stages, log_line, request_id_of
+from dsimg_export.server.telemetry import log_line, request_id_of
 
 # What any answer carries: nothing here is to be framed, sniffed, or to load from elsewhere.
 SECURITY = {
@@ -102,7 +103,7 @@ def _answering(server: Server, route: str, handler: Handler) -> Callable[[Reques
             method=request.method,
             path=request.scope["path"],
             ms=round(1000 * (time.monotonic() - began), 2),
-            **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.items()},
+            **{f"{stage}_ms": round(1000 * value, 2) for stage, value in stages.seconds.items()},
             **({} if span is None else span.ids),
         )
         return response

@@ -6,6 +6,7 @@ in one event loop; images are decoded and run in the threads of a `Pool`.
 """
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 
 from dsimg.errors import ImageError
 from dsimg_export.server.errors import RefusedError
-from dsimg_export.server.pool import Job, Pool, learn
-from dsimg_export.server.telemetry import Interval
+from dsimg_export.server.pool import Job, Pool, Work, learn
+from dsimg_export.server.stages import Interval, Stages
 
 Answer = TypeVar("Answer")
 Network = Callable[[NDArray[Any]], Sequence[Answer]]
@@ -29,24 +30,6 @@ Gather = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 # How many times as long as expected the wait may be, and the answer still in time. Without it the queue grows until
 # half of what is admitted comes late: decoded, and perhaps run, for nothing.
 MARGIN = 2.0
-
-
-@dataclass(kw_only=True)
-class Timing:
-    """What became of a request's images, and when."""
-
-    seconds: dict[str, float] = field(default_factory=dict)  # by stage; of several images the longest
-    intervals: list[Interval] = field(default_factory=list)  # of the image that was answered last
-    batch: int = 0  # images in the largest batch
-
-    def add(self, intervals: list[Interval]) -> None:
-        """Note an image that is answered. It queues twice: until it is decoded, and until it runs."""
-        taken: dict[str, float] = {}
-        for stage, began, ended in intervals:
-            taken[stage] = taken.get(stage, 0.0) + ended - began
-        for stage, seconds in taken.items():
-            self.seconds[stage] = max(self.seconds.get(stage, 0.0), seconds)
-        self.intervals = intervals
 
 
 @dataclass(kw_only=True)
@@ -71,9 +54,11 @@ class _Request(Generic[Answer]):
     answers: list[Answer | ImageError | None]
     future: "asyncio.Future[None]"
     deadline: float
-    timing: Timing = field(default_factory=Timing)
-    waiting: int = 0  # images without an answer
+    stages: Stages
+    waiting: int  # images without an answer
+    due: bool  # whether its images wait for others no more
     late: bool = False
+    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -81,27 +66,28 @@ class _Image(Generic[Answer]):
     request: _Request[Answer]
     place: int
     since: float  # when it came
-    file: bytes | None  # until it is decoded
-    pixels: NDArray[Any] | None
-    begun: float = 0.0  # when its decoding began
-    ready: float = 0.0  # when it could run
+    file: bytes | None = None  # until it is decoded
+    pixels: NDArray[Any] | None = None  # from then on
+    begun: float | None = None  # when its decoding began
+    ready: float | None = None  # when it could run
 
-    @property
-    def intervals(self) -> list[Interval]:
-        """What has been done with it, and when."""
-        if not self.begun:
-            return []
-        return [Interval("queue", self.since, self.begun), Interval("decode", self.begun, self.ready)]
+    def before_run(self, until: float) -> list[Interval]:
+        """Return what became of it until it ran, failed or was given up."""
+        if self.begun is None:
+            return [Interval("queue", self.since, until)]
+        ready = until if self.ready is None else self.ready
+        found = [Interval("queue", self.since, self.begun), Interval("decode", self.begun, ready)]
+        return [*found, Interval("queue", ready, until)] if ready < until else found
 
 
 class Batcher(Generic[Answer]):
     """Gathers images for a network.
 
-    network: (N, ...) -> N answers, called in `workers` threads at a time. decode: an image's file -> its pixels, raises
-    ImageError. gather: pixels of files, and images as the network takes them -> (N, ...). lone_network: called in the
-    network's place where nothing else runs or waits, at most `lone_gain` times as fast. cores_a_call: of those that the
-    pool's threads share. max_batch: images a call. max_delay: seconds that the oldest image waits at most for others.
-    max_queue: images that wait at most.
+    network: (N, ...) -> N answers, called in `workers` threads of the pool at a time. decode: an image's file -> its
+    pixels, raises ImageError. gather: pixels of files, and images as the network takes them -> (N, ...). lone_network:
+    called in the network's place where nothing else runs or waits in the pool, at most `lone_gain` times as fast.
+    cores_a_call: of the pool's. max_batch: images a call. max_delay: seconds that the oldest image waits at most for
+    others. max_queue: images that wait at most. observe: told of each batch, its images and seconds.
     """
 
     def __init__(
@@ -124,21 +110,21 @@ class Batcher(Generic[Answer]):
         self.max_batch, self.max_delay, self.max_queue = max_batch, max_delay, max_queue
         self.workers, self.cores_a_call = workers, cores_a_call
         self.network, self.lone_network, self.decode = network, lone_network, decode
-        self._gather = gather
-        self._observe, self._lone_gain = observe, lone_gain
+        self._gather, self._observe, self._lone_gain = gather, observe, lone_gain
         self._pool = pool
-        # These four under the pool's lock.
+        # With the pool's lock held:
         self._files: deque[_Image[Answer]] = deque()
         self._ready: deque[_Image[Answer]] = deque()
         self._decoding = 0
         self._running = 0  # batches
+        self._running_images = 0
         self._closed = False
+        # In the loop's thread:
         self._unanswered = 0  # requests
         self._idle: asyncio.Event | None = None
         self.done = Done()
         # Seconds of a worker: what an image adds to the wait of those behind it is this over `workers`.
         self.seconds_per_image = seconds_per_image
-        pool.add(self)
 
     @property
     def waiting(self) -> int:
@@ -155,79 +141,120 @@ class Batcher(Generic[Answer]):
         """When the oldest image came that waits."""
         return min((queue[0].since for queue in (self._files, self._ready) if queue), default=math.inf)
 
-    def pace(self, files: float, images: float) -> float:
-        """Return the seconds that decoding so many files and running so many images takes, all workers and cores busy.
-
-        Where both share the cores their times add up; a GPU sets the pace alone, or those who decode for it do.
-        """
-        decode, infer = self._pool.decode_seconds * files, self.seconds_per_image * images
-        return max(
-            decode / self._pool.decode_threads,
-            infer / self.workers,
-            (decode + self.cores_a_call * infer) / self._pool.cores,
-        )
+    def work(self, files: float = 0, images: float = 0) -> Work:
+        """Return what is still to be done for what is in hand, and for so many more files and images to run."""
+        # What runs is half done, as far as is known.
+        files += len(self._files) + self._decoding
+        images += len(self._files) + self._decoding + len(self._ready) + self._running_images / 2
+        infer = self.seconds_per_image * images
+        return Work(self._pool.decode_seconds * files, infer, cores_a_call=self.cores_a_call)
 
     def wait_for(self, images: int, *, decodes: bool = False) -> float:
-        """Return the seconds after which so many further images would be answered, as far as is known."""
-        files = len(self._files) + self._decoding
-        ahead = files + len(self._ready) + images
-        begun = self.max_batch / 2 * self._running if self._running >= self.workers else 0  # a free one is there
-        return self.pace(files + (images if decodes else 0), ahead + begun)
+        """Return the seconds after which so many further images would be answered, as far as is known.
+
+        Threads, cores, those that may decode and those that may call this network: the scarcest sets the pace.
+        """
+        pool = self._pool
+        with pool.lock:
+            mine = self.work(images if decodes else 0, images)
+            all_work = [mine, *(one.work() for one in pool.sources if one is not self)]
+            a_free_one = self._running < self.workers  # waits for nobody
+            calls = mine.infer - (self.seconds_per_image * self._running_images / 2 if a_free_one else 0)
+        return max(
+            calls / self.workers,
+            sum(work.decode for work in all_work) / pool.decode_threads,
+            sum(work.threads for work in all_work) / pool.threads,
+            sum(work.cores for work in all_work) / pool.cores,
+        )
 
     async def submit(
-        self, images: Sequence[bytes | NDArray[Any]], *, deadline: float = math.inf
-    ) -> tuple[list[Answer | ImageError], Timing]:
+        self,
+        images: Sequence[bytes] | Sequence[NDArray[Any]],
+        *,
+        deadline: float = math.inf,
+        stages: Stages | None = None,
+    ) -> list[Answer | ImageError]:
         """Return the answer to each image, or why its file has none, before `deadline`, of `time.monotonic`.
 
-        images: files, or arrays as the network takes them. Raises RefusedError where the queue is full, the deadline
-        cannot be met or has passed before they ran; and what the network raises. Where nothing waits or runs they are
-        tried: what a network takes is learnt in no other way.
+        images: files, or arrays as the network takes them. stages: told where the time went, also where it raises.
+        Raises RefusedError where the queue is full, the deadline cannot be met, or has passed before the answers were
+        there; and what decoding or the network raise. Where nothing waits or runs they are tried: what a network takes
+        is learnt in no other way.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
+        stages = Stages() if stages is None else stages
         decodes = isinstance(images[0], bytes)
         self._admit(len(images), deadline, now, decodes=decodes)
-        request = _Request[Answer]([None] * len(images), loop.create_future(), deadline, waiting=len(images))
-        entries = [
-            _Image(request, place, now, image, None)
-            if isinstance(image, bytes)
-            else _Image(request, place, now, None, image, ready=now)
-            for place, image in enumerate(images)
-        ]
-        with self._pool.lock:
-            (self._files if decodes else self._ready).extend(entries)
-        self._unanswered += 1
+        request = _Request[Answer](
+            answers=[None] * len(images),
+            future=loop.create_future(),
+            deadline=deadline,
+            stages=stages,
+            waiting=len(images),
+            due=not self.max_delay,
+        )
+        entries: list[_Image[Answer]] = []
+        for place, image in enumerate(images):
+            if isinstance(image, bytes):
+                entries.append(_Image(request, place, now, file=image))
+            elif isinstance(image, np.ndarray):
+                entries.append(_Image(request, place, now, pixels=image, ready=now))
         timers = [] if deadline == math.inf else [loop.call_later(deadline - now, _expire, request)]
         if self.max_delay:
-            timers.append(loop.call_later(self.max_delay, self._pool.wake))
+            timers.append(loop.call_later(self.max_delay, self._is_due, request))
+        self._unanswered += 1
         try:
-            self._pool.wake(len(images))
+            with self._pool.lock:
+                if self not in self._pool.sources:
+                    self._pool.sources.append(self)
+                (self._files if decodes else self._ready).extend(entries)
+                self._pool.wake(len(images))
             await request.future
         finally:
             for timer in timers:
                 timer.cancel()
+            self._unanswered -= 1
+            with self._pool.lock:
+                if request.waiting:  # late, failed, or its caller is gone: what has not run yet need not
+                    self._files = deque(image for image in self._files if image.request is not request)
+                    self._ready = deque(image for image in self._ready if image.request is not request)
+                if not self._unanswered:
+                    self._pool.sources.remove(self)
             if request.waiting:
                 self.done.failed += 1
-                self._forget(request)
-            self._unanswered -= 1
+                until = time.monotonic()
+                for entry in entries:
+                    if request.answers[entry.place] is None:
+                        stages.image(entry.before_run(until))
             if self._idle is not None and not self._unanswered:
                 self._idle.set()
-        if request.late:  # not raised by the timer: its traceback would hold the task, and that the body and the pixels
+        # Not by the future: an error that a task keeps holds, by its traceback, this frame, the body and the pixels.
+        if request.late:
             raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
-        timing, done = request.timing, self.done
+        error, request.error = request.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
+        done = self.done
         done.requests += 1
         done.request_seconds += time.monotonic() - now
-        done.queue_seconds += timing.seconds.get("queue", 0.0)
-        done.infer_seconds += timing.seconds.get("infer", 0.0)
-        return [answer for answer in request.answers if answer is not None], timing
+        done.queue_seconds += stages.seconds.get("queue", 0.0)
+        done.infer_seconds += stages.seconds.get("infer", 0.0)
+        answers = [answer for answer in request.answers if answer is not None]
+        assert len(answers) == len(images)
+        return answers
 
     async def close(self) -> None:
         """Answer what waits, and take nothing more."""
-        self._closed = True
+        with self._pool.lock:
+            self._closed = True
+            if self._unanswered:
+                self._pool.wake()
         if self._unanswered:
             self._idle = asyncio.Event()
-            self._pool.wake()
             await self._idle.wait()
-        self._pool.remove(self)
 
     def _admit(self, images: int, deadline: float, now: float, *, decodes: bool) -> None:
         """Raise RefusedError where so many images cannot be answered in time, before anything is spent on them."""
@@ -237,131 +264,144 @@ class Batcher(Generic[Answer]):
             raise RefusedError("Exceeds maximum queue size", retry_after=self.wait_for(0), kind="queue")
         if now > deadline:
             raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
+        if deadline == math.inf or not self._pool.sources:
+            return
         ahead = self.wait_for(images, decodes=decodes)
         needed = MARGIN * ahead + self.seconds_per_image
-        if self.busy and now + needed > deadline:
+        if now + needed > deadline:
             raise RefusedError(
                 f"cannot be answered in time: up to {needed:.2f} s are needed", retry_after=ahead, kind="deadline"
             )
 
-    def _forget(self, request: _Request[Answer]) -> None:
-        """Late, failed, or its caller is gone: what has not run yet need not."""
+    def _is_due(self, request: _Request[Answer]) -> None:
         with self._pool.lock:
-            self._files = deque(image for image in self._files if image.request is not request)
-            self._ready = deque(image for image in self._ready if image.request is not request)
+            request.due = True
+            self._pool.wake()
 
     # In the pool's threads
 
     def next_job(self, now: float) -> Job | None:
         """Take a batch where one is due, else a file to decode."""
         pool = self._pool
-        may_decode = bool(self._files) and pool.decoding < pool.decode_threads
+        may_decode = bool(self._files) and pool.may_decode
         if self._ready and self._running < self.workers:
-            first, ready = self._ready[0], len(self._ready)
+            ready = len(self._ready)
             full = ready >= self.max_batch or self._closed
+            since = self._ready[0].ready
+            assert since is not None
             # Nobody waits longer for others to be decoded than those that are there take to run.
-            gathers = may_decode and now - first.ready < self.seconds_per_image * ready
-            if full or (not gathers and now - first.since >= self.max_delay):
+            gathers = may_decode and now - since < self.seconds_per_image * ready
+            if full or (not gathers and any(image.request.due for image in self._ready)):
                 batch = [self._ready.popleft() for _ in range(min(ready, self.max_batch))]
-                network = self.network
-                if self.lone_network is not None and self._alone():
-                    network = self.lone_network
+                lone = self.lone_network is not None and not any(one.busy for one in pool.sources)
                 self._running += 1
-                return functools.partial(self._run, batch, network)
+                self._running_images += len(batch)
+                return functools.partial(self._run_batch, batch, lone)
         # Beyond what the next batches take, files wait as they are: pixels are larger.
         if may_decode and len(self._ready) < (self.workers + 1) * self.max_batch:
             self._decoding += 1
-            pool.decoding += 1
-            return functools.partial(self._decode, self._files.popleft())
+            pool.begin_decode()
+            return functools.partial(self._decode_file, self._files.popleft())
         return None
 
-    def _alone(self) -> bool:
-        return not self.busy and all(one.oldest == math.inf for one in self._pool.others(self))
-
-    def _decode(self, image: _Image[Answer]) -> None:
-        file, image.file = image.file, None
+    def _decode_file(self, image: _Image[Answer]) -> None:
+        request, file = image.request, image.file
         assert file is not None
-        image.begun = time.monotonic()
-        in_time = image.begun <= image.request.deadline
         failed: Exception | None = None
-        if in_time:
-            try:
+        begun = image.begun = time.monotonic()
+        try:
+            if begun <= request.deadline:
                 image.pixels = self.decode(file)
-            except Exception as error:
-                failed = error
-        image.ready = time.monotonic()
+        except ImageError as error:
+            failed = error.with_traceback(None)
+        except Exception as error:
+            failed = error
+        image.file = None
+        ended = image.ready = time.monotonic()
         with self._pool.lock:
             self._decoding -= 1
-            self._pool.decoding -= 1
-            if image.pixels is not None and not image.request.future.done():
+            self._pool.end_decode(None if image.pixels is None else ended - begun)
+            if image.pixels is not None and not request.future.done():
                 self._ready.append(image)
-            if in_time:
-                self._pool.learn_decode(image.ready - image.begun)
         if failed is not None:
-            image.request.future.get_loop().call_soon_threadsafe(self._answer, image, failed, image.intervals)
+            _tell(request, self._answer, image, failed, image.before_run(ended))
+        del failed, file, image, request  # an error holds this frame
 
-    def _run(self, batch: list[_Image[Answer]], network: Network[Answer]) -> None:
-        start = time.monotonic()
-        rows: Sequence[Answer | Exception]
+    def _run_batch(self, batch: list[_Image[Answer]], lone: bool) -> None:
+        network = self.network if self.lone_network is None or not lone else self.lone_network
         pixels = [image.pixels for image in batch if image.pixels is not None]
-        try:
-            rows = list(network(self._gather(pixels)))
-        except Exception as error:
-            rows = [error] if len(pixels) == 1 else [_one(network, self._gather([image])) for image in pixels]
+        assert len(pixels) == len(batch)
+        start = time.monotonic()
+        rows: Sequence[Answer | Exception] | None = self._together(network, pixels) if len(pixels) > 1 else None
+        if rows is None:  # the neighbours of one that fails are to be answered
+            rows = [self._alone(network, image) for image in pixels]
         seconds = time.monotonic() - start
         with self._pool.lock:
             self._running -= 1
-        loop = batch[0].request.future.get_loop()
-        loop.call_soon_threadsafe(self._finish, batch, network, start, seconds, rows)
+            self._running_images -= len(batch)
+        _tell(batch[0].request, self._finish, batch, lone, start, seconds, rows)
+        del rows, pixels, batch  # errors hold this frame
 
-    # In the loop
+    def _together(self, network: Network[Answer], pixels: Sequence[NDArray[Any]]) -> Sequence[Answer] | None:
+        try:
+            return network(self._gather(pixels))
+        except Exception:
+            return None
+
+    def _alone(self, network: Network[Answer], pixels: NDArray[Any]) -> Answer | Exception:
+        try:
+            return network(self._gather([pixels]))[0]
+        except Exception as error:
+            return error
+
+    # In the loop's thread
 
     def _finish(
         self,
         batch: list[_Image[Answer]],
-        network: Network[Answer],
+        lone: bool,
         start: float,
         seconds: float,
         rows: Sequence[Answer | Exception],
     ) -> None:
         known, taken = self.seconds_per_image, seconds / len(batch)
-        if network is self.network:
+        if (
+            lone
+        ):  # with more threads: one that shares the cores takes as long at least, and `lone_gain` times that at most
+            taken = min(max(known, taken), taken * self._lone_gain)
+        if not any(isinstance(row, Exception) for row in rows):
             self.seconds_per_image = learn(known, taken)
-        else:  # with more threads: one that shares the cores takes as long at least, and `lone_gain` times that at most
-            self.seconds_per_image = learn(known, min(max(known, taken), taken * self._lone_gain))
         self._observe(len(batch), seconds)
         did = self.done
         did.last, did.images, did.batches = time.time(), did.images + len(batch), did.batches + 1
         count, total = did.by_size.get(len(batch), (0, 0.0))
         did.by_size[len(batch)] = (count + 1, total + seconds)
         for image, row in zip(batch, rows, strict=True):
-            image.request.timing.batch = max(image.request.timing.batch, len(batch))
-            ran = [Interval("queue", image.ready, start), Interval("infer", start, start + seconds)]
-            self._answer(image, row, image.intervals + ran)
+            image.request.stages.batch = max(image.request.stages.batch, len(batch))
+            self._answer(image, row, [*image.before_run(start), Interval("infer", start, start + seconds)])
 
     def _answer(self, image: _Image[Answer], answer: Answer | Exception, intervals: list[Interval]) -> None:
         request = image.request
         if request.future.done():
             return
         if isinstance(answer, Exception) and not isinstance(answer, ImageError):
-            request.future.set_exception(answer)
+            request.error = answer
+            request.future.set_result(None)
             return
-        request.timing.add(intervals)
+        request.stages.image(intervals)
         request.answers[image.place] = answer
         request.waiting -= 1
         if not request.waiting:
             request.future.set_result(None)
 
 
+def _tell(request: _Request[Any], callback: Callable[..., None], *words: Any) -> None:
+    """Call back in the loop's thread."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever asked
+        request.future.get_loop().call_soon_threadsafe(callback, *words)
+
+
 def _expire(request: _Request[Any]) -> None:
     if not request.future.done():
         request.late = True
         request.future.set_result(None)
-
-
-def _one(network: Network[Answer], image: NDArray[Any]) -> Answer | Exception:
-    """Run one image (1, ...) of a batch that failed: its neighbours are to be answered."""
-    try:
-        return network(image)[0]
-    except Exception as error:
-        return error

@@ -1,5 +1,5 @@
-"""From a request to its logits: its body read and parsed, admitted or refused at once, its images decoded beside the
-network, ended where the client goes."""
+"""From a request to its answers: its body read and parsed, its images given to the model; ended where its
+client goes."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 
 from dsimg.errors import ImageError
-from dsimg_export.server.batcher import Timing
 from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Answer, Model
 from dsimg_export.server.protocol import decompress
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Limits, Server
-from dsimg_export.server.telemetry import Interval, Stages
 
 T = TypeVar("T")
 NUMBER = re.compile(r"[0-9.eE+-]+")  # float() also takes inf, 1_000 and blanks
@@ -70,36 +69,32 @@ async def read_request(
 
     parsed, size = await server.beside(work, deadline=deadline) if encoding or takes_long(body) else work()
     take(max(0, size - len(body)))
-    ended = time.monotonic()
-    stages["read"] = ended - began
-    stages.intervals.append(Interval("read", began, ended))
+    stages.read(began, time.monotonic())
     return parsed, there, deadline
 
 
 async def classify(
     server: Server,
     model: Model,
-    images: Sequence[bytes | NDArray[Any]],
+    images: Sequence[bytes] | Sequence[NDArray[Any]],
     stages: Stages,
     deadline: float,
     request: Request,
-) -> tuple[list[Answer | ImageError], Timing]:
+) -> list[Answer | ImageError]:
     """Return what the network says of each image, or why its file cannot be read. Raises RefusedError, HttpError."""
     if not server.loaded:
         raise RefusedError("the server is not ready", kind="not ready", retry_after=1.0)
     async with while_there(request):
-        rows, timing = await model.batcher.submit(images, deadline=deadline)
-    stages.update(timing.seconds)
-    stages.intervals += timing.intervals
+        rows = await model.batcher.submit(images, deadline=deadline, stages=stages)
     telemetry = server.telemetry
-    for stage, seconds in stages.items():
+    for stage, seconds in stages.seconds.items():
         telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
     bad = sum(isinstance(row, ImageError) for row in rows)
     finite = sum(row.finite for row in rows if not isinstance(row, ImageError))
     for outcome, count in (("answered", finite), ("not finite", len(rows) - bad - finite), ("bad", bad)):
         if count:
             telemetry.images.labels(model.name, outcome).inc(count)
-    return rows, timing
+    return rows
 
 
 @contextlib.asynccontextmanager

@@ -10,8 +10,9 @@ from dsimg.errors import ImageError
 from dsimg_export.server.classify import classify, read_request
 from dsimg_export.server.errors import HttpError
 from dsimg_export.server.model import Model
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Server, json_response
-from dsimg_export.server.telemetry import Stages, server_timing
+from dsimg_export.server.telemetry import server_timing
 from dsimg_export.server.uploads import Upload, read_uploads, takes_long
 
 NOT_FINITE = "the network gave NaN or infinity"
@@ -37,7 +38,7 @@ async def _predict(
         parse=lambda body: read_uploads(body, kind, max_images=server.limits.images),
         takes_long=lambda body: takes_long(body, kind),
     )
-    rows, timing = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
+    rows = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
     said = [str(row) if isinstance(row, ImageError) else row.best(top) or NOT_FINITE for row in rows]
     for one in said:
         if not isinstance(one, str):
@@ -53,7 +54,7 @@ async def _predict(
         status = 500 if NOT_FINITE in reasons else 400  # by the network, or by what was sent
         content = {"error": reasons.pop() if len(reasons) == 1 else "no image has an answer", **content}
     response = json_response(content, status=status)
-    response.headers["server-timing"] = server_timing(stages, batch=timing.batch)
+    response.headers["server-timing"] = server_timing(stages)
     return response
 
 

@@ -22,7 +22,7 @@ from dsimg_export.golden import read_golden
 from dsimg_export.served import Served, depends_on_batch, open_served
 from dsimg_export.server.batcher import Batcher, Network
 from dsimg_export.server.pool import Pool
-from dsimg_export.session import INPUT, OUTPUT, noise_for, takes_pixels
+from dsimg_export.session import INPUT, OUTPUT, takes_pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +38,30 @@ class Plan:
     provider: Provider = "cpu"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
-    """What a network says of an image."""
+    """What a network says of an image. top: its best classes with their probabilities; None: a logit is not finite."""
 
     logits: NDArray[np.float32]  # (C,)
-    _best: list[tuple[int, float]] | None
+    top: list[tuple[int, float]] | None
 
     @property
     def finite(self) -> bool:
         """Whether all logits are."""
-        return self._best is not None
+        return self.top is not None
 
     def best(self, k: int) -> list[tuple[int, float]] | None:
         """Return the best k classes with their probabilities, best first; None where a logit is not finite."""
-        if self._best is None or k <= len(self._best):
-            return self._best and self._best[:k]
+        if self.top is None or k <= len(self.top):
+            return self.top and self.top[:k]
         return best_classes(self.logits[None], k)[0]
 
 
 def open_pool(plan: Plan, decode_threads: int, *, pin: bool = True) -> Pool:
     """Return threads for models that run by a plan: on a CPU they share the cores, and a call on a GPU takes none.
 
-    pin: whether each may keep to a core, where there are as many threads as cores.
+    decode_threads: of them, those that may decode at a time. pin: whether each may keep to a core, where there are as
+    many threads as cores.
     """
     beside = 0 if plan.provider == "cpu" else plan.workers
     threads = max(decode_threads + beside, plan.workers)
@@ -132,16 +133,16 @@ class Model:
 
     def warm_up(self) -> None:
         """Run every size of batch once, and learn what an image takes: the first runs allocate."""
-        seconds = 0.0
-        lone, network = self.batcher.lone_network, self.batcher.network
-        for size in range(1, self.batcher.max_batch + 1):
-            noise = noise_for(self.served.session, size, self.served.preprocess.input_size)
+        lone, network, most = self.batcher.lone_network, self.batcher.network, self.batcher.max_batch
+        _, height, width = self.served.preprocess.input_size
+        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+        for size in range(1, most + 1):
             if lone is not None:
-                lone(noise)
-            start = time.monotonic()
-            network(noise)
-            seconds = (time.monotonic() - start) / size
-        self.batcher.seconds_per_image = seconds
+                lone(self._gather([noise] * size))
+            network(self._gather([noise] * size))
+        start = time.monotonic()
+        network(self._gather([noise] * most))
+        self.batcher.seconds_per_image = (time.monotonic() - start) / most
 
     def decode_seconds(self) -> float:
         """Return what decoding a golden image takes here."""
@@ -239,7 +240,7 @@ def _network(served: Served) -> Network[Answer]:
     def run(images: NDArray[Any]) -> list[Answer]:
         logits: NDArray[np.float32] = served.session.run([OUTPUT], {INPUT: images})[0]
         # For the whole batch here: in the loop's thread each image would cost all others the time.
-        return [Answer(row, best) for row, best in zip(logits, best_classes(logits, TOP), strict=True)]
+        return [Answer(row, top) for row, top in zip(logits, best_classes(logits, TOP), strict=True)]
 
     return run
 

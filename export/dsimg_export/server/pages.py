@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dsimg_export.server.openapi import openapi
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Handler, Server
-from dsimg_export.server.telemetry import Stages
 
 HTML = "text/html; charset=utf-8"
 

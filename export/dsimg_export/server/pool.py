@@ -1,131 +1,157 @@
 """The threads of a server: each decodes images or calls a network, whichever brings the oldest image nearer its answer.
 
-One set of threads for both and for all models, and no more of them than cores: what is shared out by hand between
-threads that decode and threads that call leaves some idle while others have too much.
+One set of threads for both and for all models: shared out by hand, some decode and others call, and cores stay idle.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 # Of the threads, by thread as Linux has it: where they take the loop's turns, requests wait unread. ONNX Runtime's own
 # threads stay as they are.
 NICENESS = 5
-# How much the last one weighs in what an image is thought to take, and how many times as long it may seem.
+# How much the last measurement weighs in what an image is thought to take, and how many times as long it may seem.
 WEIGHT = 0.1
 MOST = 4.0
 Job = Callable[[], None]
 
 
 class Source(Protocol):
-    """Where jobs come from. Its methods are called with the pool's lock held."""
+    """Where jobs come from. All is asked with the pool's lock held."""
 
     @property
     def oldest(self) -> float:
-        """When its oldest image came, of `time.monotonic`; infinity where there is none."""
+        """When its oldest image came that waits, of `time.monotonic`; infinity where none does."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything waits or runs."""
+
+    def work(self) -> "Work":
+        """Return what is still to be done for all that is in hand."""
 
     def next_job(self, now: float) -> Job | None:
         """Take a job that can begin now."""
 
 
+class Work:
+    """Seconds of threads: of those that decode, and of those that call, each on so many cores."""
+
+    def __init__(self, decode: float, infer: float, *, cores_a_call: int) -> None:
+        self.decode, self.infer = decode, infer
+        self.threads = decode + infer
+        self.cores = decode + cores_a_call * infer
+
+
 class Pool:
     """Threads that decode and call networks.
 
-    threads: as many as there are. decode_threads: of them, those that may decode at a time. cores: what they share.
+    threads: at most; they are started when they are needed. decode_threads: of them, those that may decode at a time.
+    cores: those that the process may use. cpus: one for each thread, which keeps to it while all are busy; none: they
+    go where they like.
     """
 
     def __init__(self, threads: int, *, decode_threads: int, cores: int, cpus: Sequence[int] = ()) -> None:
+        assert 0 < decode_threads <= threads, (decode_threads, threads)
+        assert len(cpus) in (0, threads), (cpus, threads)
         self.threads, self.decode_threads, self.cores = threads, decode_threads, cores
-        self._cpus = tuple(cpus)
-        self.lock = threading.Lock()
-        self.decoding = 0  # images, now
+        self.lock = threading.Condition(threading.Lock())
+        self.sources: list[Source] = []  # those that have anything in hand
         self.decode_seconds = 0.0  # an image
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="image", initializer=_step_back)
-        self._places = itertools.count()
-        self._place = threading.local()
-        self._sources: list[Source] = []
-        self._active = 0  # threads that look for jobs or do one
-        self._void = 0  # calls of `_work` that wait for a thread though nobody counts on them
+        self._cpus = tuple(cpus)
+        self._decoding = 0  # images
+        self._workers: dict[int, threading.Thread] = {}  # by the place of each, from 0
+        self._idle = 0  # threads
+        self._closed = False
 
-    def add(self, source: Source) -> None:
-        """Let the threads look for jobs there."""
-        with self.lock:
-            self._sources.append(source)
+    @property
+    def may_decode(self) -> bool:
+        """Whether one more thread may decode. With the lock held."""
+        return self._decoding < self.decode_threads
 
-    def remove(self, source: Source) -> None:
-        """Look there no more."""
-        with self.lock:
-            self._sources.remove(source)
+    def begin_decode(self) -> None:
+        """Note that a thread decodes. With the lock held."""
+        self._decoding += 1
 
-    def others(self, source: Source) -> Iterable[Source]:
-        """The sources beside this one."""
-        return (one for one in self._sources if one is not source)
+    def end_decode(self, seconds: float | None) -> None:
+        """Note that it has done so; seconds: what a good image took. With the lock held."""
+        self._decoding -= 1
+        if seconds is not None:
+            self.decode_seconds = learn(self.decode_seconds, seconds)
 
     def wake(self, jobs: int = 1) -> None:
-        """Set threads to work where some are idle: there may be so many jobs. Raises RuntimeError: none can start."""
-        with self.lock:
-            for _ in range(min(jobs, self.threads - self._active)):
-                self._start()
+        """Set threads to work, for there may be so many jobs. With the lock held.
 
-    def learn_decode(self, seconds: float) -> None:
-        """Note what decoding an image took."""
-        self.decode_seconds = learn(self.decode_seconds, seconds)
+        Raises RuntimeError where no thread can be started and none is there.
+        """
+        self.lock.notify(jobs)
+        for place in range(self.threads):
+            if jobs <= self._idle or len(self._workers) == self.threads:
+                break
+            if place not in self._workers:
+                self._start(place)
+                jobs -= 1
 
     def close(self) -> None:
         """End the threads, once each has done what it does."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        with self.lock:
+            self._closed = True
+            self.lock.notify_all()
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.join()
 
-    def _start(self) -> None:
-        self._active += 1
+    def _start(self, place: int) -> None:
+        # A daemon: what it does when the process ends, nobody waits for.
+        worker = threading.Thread(target=self._work, args=(place,), name=f"image-{place}", daemon=True)
+        self._workers[place] = worker
         try:
-            self._executor.submit(self._work)
-        except RuntimeError:  # no thread can be started now; the call stays with the executor
-            self._active -= 1
-            self._void += 1
-            if not self._active:
+            worker.start()
+        except RuntimeError:  # the system has no thread left
+            del self._workers[place]
+            if not self._workers:
                 raise
 
-    def _work(self) -> None:
-        """Do one job after the other until there is none."""
-        with self.lock:
-            if self._void:
-                self._void -= 1
-                return
-        while True:
+    def _work(self, place: int) -> None:
+        """Do one job after the other, until the end."""
+        _step_back()
+        on_one = False
+        try:
+            while True:
+                with self.lock:
+                    while (job := self._next()) is None:
+                        if self._closed:
+                            return
+                        self._idle += 1
+                        self.lock.wait()
+                        self._idle -= 1
+                    all_busy = not self._idle and len(self._workers) == self.threads
+                    if not all_busy and any(one.oldest < math.inf for one in self.sources):
+                        self.wake()
+                if self._cpus and on_one != all_busy:
+                    on_one = all_busy
+                    self._keep_to([self._cpus[place]] if on_one else self._cpus)
+                job()
+                del job
+        finally:
             with self.lock:
-                job = self._next()
-                if job is None:
-                    self._active -= 1
-                    return
-                all_busy = self._active == self.threads
-                if not all_busy and any(one.oldest < math.inf for one in self._sources):
-                    self._start()
-            if self._cpus:
-                self._stay(all_busy)
-            job()
-
-    def _stay(self, on_one: bool) -> None:
-        """Keep the calling thread on a CPU of its own, or let it go anywhere."""
-        place = self._place
-        if getattr(place, "on_one", False) == on_one:
-            return
-        if not hasattr(place, "number"):
-            place.number = next(self._places)
-        place.on_one = on_one
-        with contextlib.suppress(OSError):  # a CPU may have been taken away
-            os.sched_setaffinity(0, {self._cpus[place.number]} if on_one else self._cpus)
+                del self._workers[place]
 
     def _next(self) -> Job | None:
         now = time.monotonic()
-        sources = self._sources if len(self._sources) == 1 else sorted(self._sources, key=lambda one: one.oldest)
+        sources = self.sources if len(self.sources) < 2 else sorted(self.sources, key=lambda one: one.oldest)
         return next((job for source in sources if (job := source.next_job(now)) is not None), None)
+
+    @staticmethod
+    def _keep_to(cpus: Sequence[int]) -> None:
+        """Let the calling thread run on these alone."""
+        with contextlib.suppress(OSError):  # one may have been taken away
+            os.sched_setaffinity(0, cpus)
 
 
 def learn(expected: float, seconds: float) -> float:
@@ -136,5 +162,5 @@ def learn(expected: float, seconds: float) -> float:
 def _step_back() -> None:
     """Let the loop's thread go before the calling one."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # forbidden here: the pool would be broken for good
+        with contextlib.suppress(OSError):  # forbidden here
             os.nice(NICENESS)

@@ -15,7 +15,8 @@ from dsimg_export.server.errors import HttpError, RefusedError
 from dsimg_export.server.limits import Room
 from dsimg_export.server.model import Model
 from dsimg_export.server.pool import Pool
-from dsimg_export.server.telemetry import Stages, Telemetry
+from dsimg_export.server.stages import Stages
+from dsimg_export.server.telemetry import Telemetry
 
 if TYPE_CHECKING:  # an extra
     from dsimg_export.server.tracing import Tracing
@@ -88,7 +89,7 @@ class Server:
             del future, job  # their error holds this frame, and that the body
 
 
-# What a route is: the request, and a dict that it tells the seconds of each stage.
+# What a route is: the request, and what it tells where the time went.
 Handler = Callable[[Server, Request, Stages], Awaitable[Response]]
 
 

@@ -6,11 +6,12 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from dsimg_export.server.stages import Stages
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -69,26 +70,10 @@ class Telemetry:
         return generate_latest(self.registry)
 
 
-class Interval(NamedTuple):
-    """A stage of a request, and when it began and ended, of `time.monotonic`."""
-
-    stage: str
-    began: float
-    ended: float
-
-
-class Stages(dict[str, float]):
-    """Seconds of a request's stages, and when they were: of the images, those of the one that was answered last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.intervals: list[Interval] = []
-
-
-def server_timing(stages: Stages, *, batch: int) -> str:
-    """Return the value of a Server-Timing header; batch: images in the largest one, or 0."""
-    parts = [f"{name};dur={1000 * seconds:.2f}" for name, seconds in stages.items()]
-    return ", ".join([*parts, f'batch;desc="{batch}"'] if batch else parts)
+def server_timing(stages: Stages) -> str:
+    """Return the value of a Server-Timing header."""
+    parts = [f"{name};dur={1000 * seconds:.2f}" for name, seconds in stages.seconds.items()]
+    return ", ".join([*parts, f'batch;desc="{stages.batch}"'] if stages.batch else parts)
 
 
 def request_id_of(given: str | None) -> str:

@@ -27,8 +27,8 @@ from starlette.responses import Response
 import dsimg
 from dsimg.errors import ConfigError
 from dsimg_export.server.errors import HttpError
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Server
-from dsimg_export.server.telemetry import Stages
 
 # Asked every few seconds by orchestrators and Prometheus: their spans would be most of all there are.
 UNTRACED = ("/metrics", "/v2/health/live", "/v2/health/ready")
@@ -104,7 +104,7 @@ class RequestSpan:
             span.set_attributes(
                 {
                     "http.response.status_code": status,
-                    **{f"dsimg.{stage}_ms": 1000 * seconds for stage, seconds in stages.items()},
+                    **{f"dsimg.{stage}_ms": 1000 * seconds for stage, seconds in stages.seconds.items()},
                     **({"dsimg.batch_images": int(batch[1])} if batch else {}),
                     **({"dsimg.refused": refused.kind} if refused else {}),
                 }

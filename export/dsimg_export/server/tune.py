@@ -80,13 +80,14 @@ def tune(
     tried: Sequence[Setting],
     *,
     load: Callable[[Plan, Pool], Model],
+    pin: bool = True,
     say: Callable[[Load], None],
     seconds: float | None = None,
 ) -> Load:
     """Return the setting that answers most images a second with a p99 of at most `goal` seconds, and what it bore.
 
-    load: opens the model with a plan. What has not begun after MOST_SECONDS is not tried. Raises ConfigError where no
-    setting keeps the goal with one client.
+    load: opens the model with a plan. pin: as of `open_pool`. What has not begun after MOST_SECONDS is not tried.
+    Raises ConfigError where no setting keeps the goal with one client.
     """
     best: Load | None = None
     slowest = math.inf
@@ -101,7 +102,7 @@ def tune(
             max_delay=setting.delay,
             max_queue=max(CLIENTS) * 2,
         )
-        pool = open_pool(plan, setting.decode_threads)
+        pool = open_pool(plan, setting.decode_threads, pin=pin)
         try:
             found = asyncio.run(_bear(load(plan, pool), setting, goal, SECONDS if seconds is None else seconds))
         finally:
@@ -136,7 +137,7 @@ async def _bear(model: Model, setting: Setting, goal: float, seconds: float) -> 
                     begun = time.monotonic()
                     if begun - start > seconds and (len(waits) >= MIN_ANSWERS or begun - start > MAX_SECONDS):
                         return
-                    (answer,), _ = await model.batcher.submit([data])
+                    (answer,) = await model.batcher.submit([data])
                     assert not isinstance(answer, Exception)
                     waits.append(time.monotonic() - begun)
 

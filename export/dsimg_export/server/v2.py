@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,8 +16,9 @@ from dsimg_export.server.errors import HttpError
 from dsimg_export.server.json_text import LONG
 from dsimg_export.server.limits import read_body
 from dsimg_export.server.model import Model
+from dsimg_export.server.stages import Stages
 from dsimg_export.server.state import Server, json_response
-from dsimg_export.server.telemetry import Stages, server_timing
+from dsimg_export.server.telemetry import server_timing
 from dsimg_export.session import INPUT, OUTPUT
 
 
@@ -137,8 +139,9 @@ async def _infer(
     if timeout:
         deadline = min(deadline, there + timeout / 1e6)
     (tensor,) = asked.inputs
+    images: list[bytes] | list[NDArray[Any]]
     images = [bytes(data) for data in tensor.data] if tensor.datatype == "BYTES" else list(tensor.data)
-    rows, timing = await classify(server, model, images, stages, deadline, request)
+    rows = await classify(server, model, images, stages, deadline, request)
     for place, row in enumerate(rows):
         if isinstance(row, ImageError):
             raise HttpError(400, f"image {place}: {row}", kind="image")
@@ -146,7 +149,7 @@ async def _infer(
     content, headers = protocol.answer_infer(
         asked, {OUTPUT: logits}, model=model.name, version=model.version, labels=model.classes
     )
-    return Response(content, headers={**headers, "server-timing": server_timing(stages, batch=timing.batch)})
+    return Response(content, headers={**headers, "server-timing": server_timing(stages)})
 
 
 def specs(model: Model) -> tuple[list[protocol.TensorSpec], list[protocol.TensorSpec]]:

@@ -1,20 +1,19 @@
 import asyncio
+import contextlib
 import gc
 import itertools
-import os
 import threading
 import time
-import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dsimg.errors import ImageError
 from dsimg_export.server.batcher import Batcher
-from dsimg_export.server.classify import while_there
-from dsimg_export.server.errors import HttpError, RefusedError
+from dsimg_export.server.errors import RefusedError
 from dsimg_export.server.pool import Pool
-from dsimg_export.server.state import Limits, Server
+from dsimg_export.server.stages import Stages
 
 
 def images(*values):
@@ -76,7 +75,7 @@ def test_each_request_gets_its_own_rows():
     async def body():
         batcher = a_batcher(Network(), max_batch=4)
         answers = await asyncio.gather(*(batcher.submit(images(i, 10 + i)) for i in range(20)))
-        for i, (logits, _) in enumerate(answers):
+        for i, logits in enumerate(answers):
             assert rows(logits) == [[2 * i] * 2, [20 + 2 * i] * 2]
 
     asyncio.run(body())
@@ -94,7 +93,7 @@ def test_a_free_worker_does_not_wait_and_a_busy_one_gathers():
         network.gate.set()
         answers = await asyncio.gather(*tasks)
         assert network.batches == [1, 4, 2]
-        assert [timing.batch for _, timing in answers] == [1, 4, 4, 4, 4, 2, 2]
+        assert len(answers) == 7
 
     asyncio.run(body())
 
@@ -109,8 +108,8 @@ def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
         second = await batcher.submit(images(2, 3))  # beside the first
         assert (network.batches, lone.batches) == ([1, 1], [])
         lone.gate.set()
-        assert rows((await first)[0]) == [[2, 2]]
-        assert rows(second[0]) == [[4, 4], [6, 6]]
+        assert rows(await first) == [[2, 2]]
+        assert rows(second) == [[4, 4], [6, 6]]
         await batcher.submit(images(4))
         assert (network.batches, lone.batches) == ([1, 1], [1, 1])
 
@@ -128,41 +127,14 @@ def test_a_lone_call_bounds_what_one_beside_others_takes(known, least, most):
     asyncio.run(body())
 
 
-def test_a_thread_that_cannot_be_started_costs_its_requests_only(monkeypatch):
-    async def body():
-        batcher = a_batcher(Network(), max_batch=1, workers=2)
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", no_thread)
-            for _ in range(4):
-                with pytest.raises(RuntimeError, match="can't start new thread"):
-                    await batcher.submit(images(1), deadline=time.monotonic() + 5)
-        assert not batcher.busy
-        assert rows((await batcher.submit(images(1)))[0]) == [[2, 2]]
-
-    def no_thread(thread):
-        raise RuntimeError("can't start new thread")
-
-    asyncio.run(body())
-
-
-def test_threads_that_may_not_be_nice_run_all_the_same(monkeypatch):
-    def forbidden(by):
-        raise PermissionError(1, "Operation not permitted")
-
-    async def body():
-        assert rows((await a_batcher(Network(), max_batch=1).submit(images(1)))[0]) == [[2, 2]]
-
-    monkeypatch.setattr(os, "nice", forbidden)
-    asyncio.run(body())
-
-
 def test_a_request_larger_than_a_batch_is_split():
     async def body():
         network = Network()
-        logits, timing = await a_batcher(network, max_batch=3).submit(images(*range(8)))
+        stages = Stages()
+        logits = await a_batcher(network, max_batch=3).submit(images(*range(8)), stages=stages)
         assert network.batches == [3, 3, 2]
         assert [row[0] for row in logits] == [2 * i for i in range(8)]
-        assert timing.batch == 3
+        assert stages.batch == 3
 
     asyncio.run(body())
 
@@ -208,7 +180,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
         with pytest.raises(RefusedError, match="Exceeds maximum queue size") as refused:
             await batcher.submit(images(9))
         assert refused.value.kind == "queue"
-        assert refused.value.retry_after == pytest.approx(0.5 * (4 + 1))
+        assert refused.value.retry_after == pytest.approx(0.5 * (4 + 0.5))
         network.gate.set()
         await asyncio.gather(*tasks)
         assert sum(network.batches) == 5
@@ -218,7 +190,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
 
 def test_an_empty_queue_takes_a_request_larger_than_it():
     async def body():
-        logits, _ = await a_batcher(Network(), max_batch=2, max_queue=4).submit(images(*range(6)))
+        logits = await a_batcher(Network(), max_batch=2, max_queue=4).submit(images(*range(6)))
         assert len(logits) == 6
 
     asyncio.run(body())
@@ -283,7 +255,7 @@ def test_a_caller_that_is_gone_costs_no_run():
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         network.gate.set()
-        assert rows((await stays)[0]) == [[8, 8]]
+        assert rows(await stays) == [[8, 8]]
         await running
         assert network.batches == [1, 1]
 
@@ -302,8 +274,8 @@ def test_an_image_that_fails_fails_alone():
         network.gate.set()
         good, bad, also_good = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(bad, ValueError)
-        assert rows(good[0]) == [[4, 4]]
-        assert rows(also_good[0]) == [[8, 8]]
+        assert rows(good) == [[4, 4]]
+        assert rows(also_good) == [[8, 8]]
         await first
 
     asyncio.run(body())
@@ -316,7 +288,7 @@ def test_closing_answers_what_waits_and_takes_nothing_more():
         waiting = asyncio.create_task(batcher.submit(images(1)))
         await until(lambda: batcher.waiting == 1)
         await batcher.close()
-        assert rows((await waiting)[0]) == [[2, 2]]
+        assert rows(await waiting) == [[2, 2]]
         with pytest.raises(RefusedError):
             await batcher.submit(images(1))
 
@@ -367,12 +339,13 @@ def test_files_are_decoded_until_a_batch_is_full_and_then_run():
     async def body():
         network, files = Network(), Files()
         batcher = a_batcher(network, decode=files, max_batch=3, seconds_per_image=1.0)
-        answers, timing = await batcher.submit([bytes([i]) for i in range(5)])
+        stages = Stages()
+        answers = await batcher.submit([bytes([i]) for i in range(5)], stages=stages)
         assert rows(answers) == [[2 * i] * 2 for i in range(5)]
         assert network.batches == [3, 2]
         assert files.decoded == [bytes([i]) for i in range(5)]
-        assert timing.batch == 3
-        assert 0 < timing.seconds["decode"] < 0.1
+        assert stages.batch == 3
+        assert stages.seconds["decode"] > 0
 
     asyncio.run(body())
 
@@ -380,44 +353,75 @@ def test_files_are_decoded_until_a_batch_is_full_and_then_run():
 def test_where_an_image_is_at_what_time():
     async def body():
         batcher = a_batcher(Network(seconds=0.02), decode=Files(seconds=0.01), max_batch=4, seconds_per_image=1.0)
+        stages = Stages()
         start = time.monotonic()
-        _, timing = await batcher.submit([b"a", b"b"])
+        await batcher.submit([b"a", b"b"], stages=stages)
         end = time.monotonic()
-        assert [one.stage for one in timing.intervals] == ["queue", "decode", "queue", "infer"]
-        instants = [instant for one in timing.intervals for instant in (one.began, one.ended)]
+        assert [one.stage for one in stages.intervals] == ["queue", "decode", "queue", "infer"]
+        instants = [instant for one in stages.intervals for instant in (one.began, one.ended)]
         assert [start, *instants, end] == sorted([start, *instants, end])
-        assert all(a.ended == b.began for a, b in itertools.pairwise(timing.intervals))
-        assert timing.seconds["infer"] >= 0.02
-        assert timing.seconds["decode"] >= 0.01
-        assert timing.seconds["queue"] >= 0.01  # each while the other one is decoded
-        _, timing = await batcher.submit(images(1))
-        assert [one.stage for one in timing.intervals] == ["queue", "infer"]
-        _, timing = await batcher.submit([b"bad"])
-        assert [one.stage for one in timing.intervals] == ["queue", "decode"]
+        assert all(a.ended == b.began for a, b in itertools.pairwise(stages.intervals))
+        assert stages.seconds["infer"] >= 0.02
+        assert stages.seconds["decode"] >= 0.01
+        assert stages.seconds["queue"] >= 0.01  # each while the other one is decoded
+        for given, expected in ((images(1), ["queue", "infer"]), ([b"bad"], ["queue", "decode"])):
+            stages = Stages()
+            await batcher.submit(given, stages=stages)
+            assert [one.stage for one in stages.intervals] == expected
 
     asyncio.run(body())
 
 
-def test_an_image_waits_for_others_to_be_decoded_no_longer_than_it_takes_to_run():
+@pytest.mark.parametrize(
+    ("late", "expected"),
+    [("queue", ["queue"]), ("decode", ["queue", "decode"]), ("network", ["queue", "decode", "queue"])],
+)
+def test_where_an_image_was_when_it_was_too_late(late, expected):
     async def body():
-        network = Network()
-        batcher = a_batcher(network, decode=Files(seconds=0.02), max_batch=8, seconds_per_image=0.005)
-        await batcher.submit([b"a"] * 6)
-        assert network.batches == [2, 2, 2]  # 20 ms are more than 5, and than 10
+        network, files = Network(), Files()
+        batcher = a_batcher(network, decode=files, max_batch=1)
+        held = None
+        if late == "queue":
+            files.gate.clear()
+            held = asyncio.create_task(batcher.submit([b"a"]))
+            await until(lambda: batcher.busy and not batcher.waiting)
+        (network if late == "network" else files).gate.clear()
+        stages = Stages()
+        with pytest.raises(RefusedError):
+            await batcher.submit([b"b"], deadline=time.monotonic() + 0.05, stages=stages)
+        assert [one.stage for one in stages.intervals] == expected
+        assert sum(stages.seconds.values()) == pytest.approx(0.05, abs=0.04)
+        network.gate.set()
+        files.gate.set()
+        if held is not None:
+            await held
 
     asyncio.run(body())
+
+
+def test_an_image_waits_for_others_to_be_decoded_no_longer_than_those_that_are_ready_take_to_run():
+    batcher = a_batcher(Network(), max_batch=8, seconds_per_image=0.005)
+    request = SimpleNamespace(due=True)
+    batcher._files.append(SimpleNamespace(request=request))
+    batcher._ready.extend(SimpleNamespace(request=request, ready=10.0 + place / 1000) for place in range(2))
+    assert batcher.next_job(10.009).func == batcher._decode_file  # two take 10 ms
+    assert batcher._ready
+    batcher._files.append(SimpleNamespace(request=request))
+    assert batcher.next_job(10.011).func == batcher._run_batch
+    assert not batcher._ready
 
 
 def test_a_file_that_is_no_image_fails_alone():
     async def body():
         batcher = a_batcher(Network(), max_batch=4, seconds_per_image=1.0)
-        (first, bad, last), _ = await batcher.submit([b"\1", b"bad", b"\2"])
+        first, bad, last = await batcher.submit([b"\1", b"bad", b"\2"])
         assert rows([first, last]) == [[2, 2], [4, 4]]
         assert isinstance(bad, ImageError)
-        (bad,), timing = await batcher.submit([b"bad"])
+        stages = Stages()
+        (bad,) = await batcher.submit([b"bad"], stages=stages)
         assert isinstance(bad, ImageError)
-        assert timing.batch == 0
-        assert timing.seconds["decode"] > 0
+        assert stages.batch == 0
+        assert stages.seconds["decode"] > 0
         assert not batcher.busy
 
     asyncio.run(body())
@@ -435,7 +439,7 @@ def test_a_bug_in_decoding_costs_its_request_only():
             batcher.submit([b"x", b"bug", b"x"]), batcher.submit([b"x"]), return_exceptions=True
         )
         assert isinstance(bug, ZeroDivisionError)
-        assert rows(good[0]) == [[2, 2]]
+        assert rows(good) == [[2, 2]]
         assert not batcher.busy
 
     asyncio.run(body())
@@ -452,7 +456,7 @@ def test_files_and_tensors_share_a_batch():
         await until(lambda: batcher.waiting == 2)
         network.gate.set()
         answers = await asyncio.gather(first, *both)
-        assert [rows(one) for one, _ in answers] == [[[2, 2]], [[4, 4]], [[6, 6]]]
+        assert [rows(one) for one in answers] == [[[2, 2]], [[4, 4]], [[6, 6]]]
         assert network.batches == [1, 2]
 
     asyncio.run(body())
@@ -505,7 +509,7 @@ def test_an_image_that_takes_too_long_to_decode_is_given_up_and_counts_until_its
         files.gate.set()
         await until(lambda: not batcher.busy)
         assert network.batches == []
-        assert rows((await batcher.submit([b"\3"]))[0]) == [[6, 6]]
+        assert rows(await batcher.submit([b"\3"])) == [[6, 6]]
 
     asyncio.run(body())
 
@@ -529,136 +533,171 @@ def test_a_caller_that_is_gone_leaves_nothing_behind_but_what_has_begun():
 
 def test_a_full_server_refuses_what_would_come_late_and_a_free_thread_takes_it():
     async def body():
-        network, files = Network(), Files()
+        network = Network()
         network.gate.clear()
-        batcher = a_batcher(network, decode=files, workers=2, max_batch=8, seconds_per_image=0.2)
-        batcher._pool.decode_seconds = 0.1
+        pool = Pool(2, decode_threads=1, cores=2)
+        batcher = a_batcher(network, pool=pool, workers=2, max_batch=8, seconds_per_image=0.2)
+        pool.decode_seconds = 0.1
         running = [asyncio.create_task(batcher.submit(images(1)))]
         await until(lambda: batcher._running == 1)
-        # Decoded and run beside it: 0.1 s of one that decodes, 0.2 s over two that run, 0.3 s over two cores.
-        assert batcher.wait_for(1, decodes=True) == pytest.approx(0.15)
-        running.append(asyncio.create_task(batcher.submit([b"a"], deadline=time.monotonic() + 0.6)))
+        # Half an image and a whole one in two threads; one that calls is free, and one decodes.
+        assert batcher.wait_for(1, decodes=True) == pytest.approx((0.1 + 0.2 + 0.1) / 2)
+        running.append(asyncio.create_task(batcher.submit([b"a"], deadline=time.monotonic() + 60)))
         await until(lambda: batcher._running == 2)
-        # Behind two batches that are half done: of up to eight, as far as is known.
-        assert batcher.wait_for(1) == pytest.approx(0.2 * (1 + 8) / 2)
-        with pytest.raises(RefusedError, match=r"cannot be answered in time: up to 2\.00 s are needed") as caught:
-            await batcher.submit(images(1), deadline=time.monotonic() + 1.9)
-        assert caught.value.retry_after == pytest.approx(0.9)
+        assert batcher.wait_for(1) == pytest.approx(0.2 * (1 + 2 / 2) / 2)
+        with pytest.raises(RefusedError, match=r"cannot be answered in time: up to 0\.60 s are needed") as caught:
+            await batcher.submit(images(1), deadline=time.monotonic() + 0.5)
+        assert caught.value.retry_after == pytest.approx(0.2)
         network.gate.set()
         await asyncio.gather(*running)
 
     asyncio.run(body())
 
 
+def test_admission_and_lone_calls_see_the_other_models_of_the_pool():
+    async def body():
+        a, b, lone = Network(), Network(), Network()
+        a.gate.clear()
+        pool = Pool(2, decode_threads=2, cores=2)
+        first = a_batcher(a, pool=pool, workers=2, max_batch=1, seconds_per_image=0.1)
+        second = a_batcher(b, lone_network=lone, pool=pool, workers=2, max_batch=1, seconds_per_image=0.1)
+        running = [asyncio.create_task(first.submit(images(1)))]
+        await until(lambda: first._running == 1)
+        await second.submit(images(1))
+        assert (b.batches, lone.batches) == ([1], [])
+        second.seconds_per_image = 0.1
+        running += [asyncio.create_task(first.submit(images(1))) for _ in range(11)]
+        await until(lambda: first.waiting == 10)
+        assert second.wait_for(1) == pytest.approx(0.1 * (10 + 2 / 2 + 1) / 2)
+        with pytest.raises(RefusedError, match="cannot be answered in time"):
+            await second.submit(images(1), deadline=time.monotonic() + 0.5)
+        a.gate.set()
+        await asyncio.gather(*running)
+        await until(lambda: not first.busy)
+        await second.submit(images(1))
+        assert lone.batches == [1]
+        assert pool.sources == []
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize(
-    ("threads", "workers", "cores_a_call", "per_second"),
-    [(4, 4, 1, 4 / 0.03), (4, 1, 4, 1 / (0.02 + 0.01 / 4)), (3, 1, 0, 1 / 0.02), (40, 40, 0, 2 / 0.01)],
+    ("threads", "decode_threads", "workers", "cores_a_call", "per_second"),
+    [
+        (4, 4, 4, 1, 4 / 0.03),
+        (4, 4, 1, 4, 1 / (0.02 + 0.01 / 4)),
+        (1, 1, 1, 1, 1 / 0.03),
+        (5, 4, 1, 0, 1 / 0.02),
+        (40, 2, 40, 0, 2 / 0.01),
+    ],
+    ids=["cores shared", "a call on all cores", "one thread of four cores", "a GPU", "few that decode for a GPU"],
 )
-def test_what_is_slower_sets_the_pace(threads, workers, cores_a_call, per_second):
-    """Cores shared; one call on all of them; a GPU; a GPU whose images two threads decode."""
-    pool = Pool(threads, decode_threads=2 if threads == 40 else 4, cores=4)
-    batcher = Batcher(
-        Network(),
-        pool,
-        decode=Files(),
-        max_batch=1,
-        workers=workers,
-        cores_a_call=cores_a_call,
-        seconds_per_image=0.02,
+def test_what_is_scarcest_sets_the_pace(threads, decode_threads, workers, cores_a_call, per_second):
+    pool = Pool(threads, decode_threads=decode_threads, cores=4)
+    batcher = a_batcher(
+        Network(), pool=pool, max_batch=1, workers=workers, cores_a_call=cores_a_call, seconds_per_image=0.02
     )
     pool.decode_seconds = 0.01
-    assert 1 / batcher.pace(1, 1) == pytest.approx(per_second)
+    assert 1 / batcher.wait_for(1, decodes=True) == pytest.approx(per_second)
 
 
-class Held:
-    """Something that a request holds until it is refused."""
-
-
-@pytest.mark.parametrize("late", ["decoding", "network", "parsing"])
-def test_a_refused_request_s_body_is_let_go_at_once(late):
-    """An error that a task keeps holds, by its traceback, the frames that refer to that task."""
-
-    def slow(*args, **kwargs):
-        time.sleep(0.15)
-        return np.zeros((1, 2), np.float32)
-
+def test_only_good_images_and_batches_teach_what_they_take():
     async def body():
-        batcher = a_batcher(slow, decode=slow, max_batch=1)
-        pool = batcher._pool
-        parser = Server({}, pool, Limits(body_bytes=1, bodies_bytes=1, body_seconds=1, images=1, deadline=1))
-        held = []
-
-        async def work():
-            mine = Held()
-            held.append(weakref.ref(mine))
-            deadline = time.monotonic() + 0.05
-            if late == "decoding":
-                await batcher.submit([b"a", b"b"], deadline=deadline)
-            elif late == "network":
-                await batcher.submit([np.zeros(3)], deadline=deadline)
-            else:
-                await parser.beside(lambda: slow(mine), deadline=deadline)
-
-        async def request():
-            mine = Held()
-            held.append(weakref.ref(mine))
-            with pytest.raises(RefusedError):
-                async with while_there(Client(10)):
-                    await work()
-
-        gc.collect()
-        gc.disable()
-        try:
-            await request()
-            await asyncio.sleep(0.4)  # until the threads are done with it
-            assert [one() for one in held] == [None, None]
-        finally:
-            gc.enable()
+        batcher = a_batcher(Network(), max_batch=4, seconds_per_image=1.0)
+        batcher._pool.decode_seconds = 1.0
+        for _ in range(5):
+            assert isinstance((await batcher.submit([b"bad"]))[0], ImageError)
+            with pytest.raises(ValueError, match="negative"):
+                await batcher.submit(images(-1))
+        assert (batcher._pool.decode_seconds, batcher.seconds_per_image) == (1.0, 1.0)
+        await batcher.submit([b"a"])
+        assert batcher._pool.decode_seconds < 1
+        assert batcher.seconds_per_image < 1
 
     asyncio.run(body())
 
 
-class Client:
-    """A request whose client goes after so many seconds."""
+def test_images_that_cannot_be_gathered_cost_themselves_only():
+    def gather(pixels):
+        if any(one[0] == 3 for one in pixels):
+            raise MemoryError
+        return np.stack(pixels)
 
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    async def receive(self):
-        await asyncio.sleep(self.seconds)
-        return {"type": "http.disconnect"}
-
-
-def test_what_a_client_that_goes_has_asked_for_is_ended():
     async def body():
-        with pytest.raises(HttpError, match="the client is gone"):
-            async with while_there(Client(0.02)):
-                await asyncio.sleep(10)
-        await asyncio.sleep(0)  # nobody is cancelled a second time
+        network = Network()
+        network.gate.clear()
+        batcher = a_batcher(network, gather=gather, max_batch=4)
+        first = asyncio.create_task(batcher.submit(images(1)))
+        await until(lambda: batcher.busy and not batcher.waiting)
+        tasks = [asyncio.create_task(batcher.submit(images(value))) for value in (2, 3, 4)]
+        await until(lambda: batcher.waiting == 3)
+        network.gate.set()
+        good, bad, also_good = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(bad, MemoryError)
+        assert (rows(good), rows(also_good)) == ([[4, 4]], [[8, 8]])
+        await first
+        assert not batcher.busy
 
     asyncio.run(body())
 
 
-def test_whoever_ends_a_request_is_not_taken_for_its_client():
+@pytest.mark.parametrize("delay", [0.0004, 0.0024, 0.005])
+def test_a_delay_ends_by_uvloop_s_clock_too(delay):
+    """Its timers count whole milliseconds, and may be early by one."""
+    uvloop = pytest.importorskip("uvloop")
+
     async def body():
-        async def request():
-            async with while_there(Client(10)):
-                await asyncio.sleep(10)
+        batcher = a_batcher(Network(), max_batch=8, max_delay=delay)
+        for image in [images(1), [b"a"]] * 20:
+            await batcher.submit(image, deadline=time.monotonic() + 5)
 
-        task = asyncio.create_task(request())
-        await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(body())
+    uvloop.run(body())
 
 
-def test_a_client_that_goes_once_it_is_answered_ends_nothing():
+class File(bytes):
+    """A file that tells when it is let go; bytes have no weak references."""
+
+    def __del__(self):
+        File.gone += 1
+
+
+@pytest.mark.parametrize("fails", ["late in decoding", "late in the network", "not an image", "a bug", "the network"])
+def test_a_request_that_fails_lets_its_body_go_at_once(fails):
+    """An error holds, by its traceback, the frames that it passed: one that refers to it needs the collector."""
+
+    def decode(data):
+        if fails == "late in decoding":
+            time.sleep(0.1)
+        if fails == "not an image":
+            raise ImageError("not an image")
+        if fails == "a bug":
+            raise ZeroDivisionError
+        return np.frombuffer(data, np.uint8)
+
+    def network(batch):
+        if fails == "late in the network":
+            time.sleep(0.1)
+        if fails == "the network":
+            raise ValueError
+        return batch
+
+    async def request(batcher):
+        deadline = time.monotonic() + (0.03 if fails.startswith("late") else 60)
+        with contextlib.suppress(RefusedError, ZeroDivisionError, ValueError):
+            (answer,) = await batcher.submit([File(b"abc")], deadline=deadline)
+            assert isinstance(answer, ImageError)
+
     async def body():
-        client = Client(0)
-        async with while_there(client):
-            await asyncio.sleep(0)  # it has gone by the next step
-        await asyncio.sleep(0.02)
+        batcher = a_batcher(network, decode=decode, max_batch=1)
+        await request(batcher)
+        await until(lambda: not batcher.busy)
+        await asyncio.sleep(0.05)  # until the thread waits
 
-    asyncio.run(body())
+    gc.collect()
+    File.gone = 0
+    gc.disable()
+    try:
+        asyncio.run(body())
+        assert File.gone == 1
+    finally:
+        gc.enable()

@@ -30,7 +30,7 @@ def test_a_lone_call_with_as_many_threads_needs_no_session_of_its_own(run, threa
 def test_the_best_classes_of_an_image():
     logits = np.random.default_rng(0).normal(size=(3, 9)).astype(np.float32)
     logits[1, 4] = np.nan
-    answers = [Answer(row, best) for row, best in zip(logits, best_classes(logits, 5), strict=True)]
+    answers = [Answer(row, top) for row, top in zip(logits, best_classes(logits, 5), strict=True)]
     for k in (1, 5, 7, 9):
         assert [answer.best(k) for answer in answers] == best_classes(logits, k)
     assert [answer.finite for answer in answers] == [True, False, True]

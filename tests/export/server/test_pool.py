@@ -10,12 +10,19 @@ import pytest
 
 from dsimg_export.server import pool as pools
 from dsimg_export.server.batcher import Batcher
+from dsimg_export.server.errors import RefusedError
 from dsimg_export.server.model import Plan, open_pool
 from dsimg_export.server.pool import Pool
 
 
 def batcher(pool, network=lambda images: images, decode=lambda data: np.zeros(1), **options):
     return Batcher(network, pool, decode=decode, **{"max_batch": 1, **options})
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def test_models_share_the_threads_and_the_oldest_image_is_first():
@@ -40,6 +47,8 @@ def test_models_share_the_threads_and_the_oldest_image_is_first():
         await asyncio.gather(*tasks)
         assert order == ["a", "b", "b", "a", "b"]
         await a.close()
+        with pytest.raises(RefusedError):
+            await a.submit([np.zeros(1)])
         await b.submit([np.zeros(1)])
         assert order[5:] == ["b"]
 
@@ -81,16 +90,16 @@ def test_all_threads_work_where_there_is_work():
     async def body():
         pool = Pool(3, decode_threads=3, cores=3)
         await batcher(pool, decode=decode).submit([b"a"] * 3)  # three decode at a time
-        assert await batcher(pool, network, workers=3).submit([np.zeros(1)] * 3)  # three run at a time
+        await batcher(pool, network, workers=3).submit([np.zeros(1)] * 3)  # three run at a time
 
     asyncio.run(body())
 
 
-def test_a_thread_keeps_to_a_core_while_all_are_busy(monkeypatch):
+def test_a_thread_keeps_to_a_core_while_all_are_busy():
     cpus = sorted(os.sched_getaffinity(0))[:2]
     if len(cpus) < 2:
         pytest.skip("one core: there is nothing to keep to.")
-    seen, both = [], threading.Barrier(2, timeout=5)
+    seen, both = [], threading.Barrier(2, timeout=10)
 
     def network(images):
         if images[0, 0]:
@@ -101,11 +110,11 @@ def test_a_thread_keeps_to_a_core_while_all_are_busy(monkeypatch):
     async def body():
         pool = Pool(2, decode_threads=2, cores=2, cpus=cpus)
         one = batcher(pool, network, workers=2)
-        await asyncio.gather(*(one.submit([np.ones(1)]) for _ in range(8)))
+        await one.submit([np.ones(1)] * 8)
         assert sorted(map(sorted, seen[2:])) == [[cpus[0]]] * 3 + [[cpus[1]]] * 3
         seen.clear()
         for _ in range(4):
-            await asyncio.sleep(0.01)  # until the thread before has nothing to do
+            await until(lambda: pool._idle == 2)
             await one.submit([np.zeros(1)])
         assert seen == [set(cpus)] * 4
 
@@ -135,42 +144,96 @@ def test_threads_are_pinned_where_there_are_as_many_as_cores(
 
 
 def test_a_core_that_is_taken_away_costs_nothing(monkeypatch):
+    asked = []
+
     def gone(pid, cpus):
+        asked.append(cpus)
         raise OSError(22, "Invalid argument")
 
     async def body():
-        pool = Pool(1, decode_threads=1, cores=1, cpus=[0])
+        pool = Pool(1, decode_threads=1, cores=1, cpus=[7])
         assert await batcher(pool).submit([np.zeros(1)])
 
-    monkeypatch.setattr(pools.os, "sched_setaffinity", gone)
+    monkeypatch.setattr(os, "sched_setaffinity", gone)
+    asyncio.run(body())
+    assert asked == [[7]]
+
+
+def test_a_thread_that_may_not_be_nice_runs_all_the_same(monkeypatch):
+    asked = []
+
+    def forbidden(by):
+        asked.append(by)
+        raise PermissionError(1, "Operation not permitted")
+
+    async def body():
+        assert await batcher(Pool(1, decode_threads=1, cores=1)).submit([np.zeros(1)])
+
+    monkeypatch.setattr(os, "nice", forbidden)
+    asyncio.run(body())
+    assert asked == [pools.NICENESS]
+
+
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("image", [np.zeros(1), b"file"], ids=["tensor", "file"])
+def test_a_thread_that_cannot_be_started_costs_its_requests_only(monkeypatch, image):
+    async def body():
+        one = batcher(Pool(2, decode_threads=2, cores=2), workers=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            for _ in range(4):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await one.submit([image], deadline=time.monotonic() + 5)
+        assert not one.busy
+        assert await one.submit([image])
+
     asyncio.run(body())
 
 
-def test_a_thread_that_cannot_be_started_leaves_the_work_to_the_others(monkeypatch):
-    gate, starts = threading.Event(), []
-    start = threading.Thread.start
-
-    def one_only(thread):
-        if starts:
-            raise RuntimeError("can't start new thread")
-        starts.append(thread)
-        start(thread)
+def test_threads_that_cannot_be_started_leave_the_work_to_the_others(monkeypatch):
+    gate = threading.Event()
 
     def network(images):
         gate.wait(10)
         return images
 
     async def body():
-        one = batcher(Pool(2, decode_threads=2, cores=2), network, workers=2)
+        pool = Pool(3, decode_threads=3, cores=3)
+        one = batcher(pool, network, workers=3)
+        tasks = [asyncio.create_task(one.submit([np.zeros(1)]))]
+        await until(lambda: one._running == 1)
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", one_only)
-            tasks = [asyncio.create_task(one.submit([np.zeros(1)])) for _ in range(3)]
-            await asyncio.sleep(0.05)
+            patch.setattr(threading.Thread, "start", no_thread)
+            tasks += [asyncio.create_task(one.submit([np.zeros(1)])) for _ in range(3)]
+            await until(lambda: one.waiting == 3)
             gate.set()
-            assert len(await asyncio.gather(*tasks)) == 3
-        assert len(await asyncio.gather(*(one.submit([np.zeros(1)]) for _ in range(4)))) == 4
-        assert one._pool._active == 0 or not one.busy
+            assert len(await asyncio.gather(*tasks)) == 4
+        assert len(pool._workers) == 1
+        barrier = threading.Barrier(3, timeout=10)
+        one.network = lambda images: (barrier.wait() and images) or images
+        await one.submit([np.zeros(1)] * 3)  # all three are there now
 
+    asyncio.run(body())
+
+
+def test_a_thread_that_dies_is_replaced(monkeypatch):
+    said = []
+
+    def dies(images):
+        raise SystemExit("from a library")
+
+    async def body():
+        pool = Pool(1, decode_threads=1, cores=1)
+        one = batcher(pool, dies, workers=2)
+        with pytest.raises(RefusedError, match="its deadline has passed"):
+            await one.submit([np.zeros(1)], deadline=time.monotonic() + 0.1)
+        one.network = lambda images: images
+        assert await one.submit([np.zeros(1)])
+
+    monkeypatch.setattr(threading, "excepthook", said.append)
     asyncio.run(body())
 
 
@@ -180,7 +243,20 @@ def test_a_closed_pool_has_no_threads():
         one = batcher(pool, workers=2)
         await asyncio.gather(*(one.submit([np.zeros(1)]) for _ in range(8)))
         await one.close()
+        threads = list(pool._workers.values())
         pool.close()
-        assert not [thread for thread in threading.enumerate() if thread in pool._executor._threads]
+        assert threads
+        assert not any(thread.is_alive() for thread in threads)
+
+    asyncio.run(body())
+
+
+def test_a_model_that_answers_nothing_is_not_looked_at():
+    async def body():
+        pool = Pool(1, decode_threads=1, cores=1)
+        batcher(pool)  # as one that a reload has refused
+        one = batcher(pool)
+        await one.submit([np.zeros(1)])
+        assert pool.sources == []
 
     asyncio.run(body())
