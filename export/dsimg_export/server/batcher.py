@@ -115,7 +115,9 @@ class Batcher(Generic[Answer]):
         # With the pool's lock held:
         self._files: deque[_Image[Answer]] = deque()
         self._ready: deque[_Image[Answer]] = deque()
+        self._decoded = 0  # of the ready ones
         self._decoding = 0
+        self.spent = 0.0
         self._running = 0  # batches
         self._running_images = 0
         self._closed = False
@@ -136,11 +138,6 @@ class Batcher(Generic[Answer]):
         """Whether anything waits or runs."""
         return bool(self._files or self._ready or self._decoding or self._running)
 
-    @property
-    def oldest(self) -> float:
-        """When the oldest image came that waits."""
-        return min((queue[0].since for queue in (self._files, self._ready) if queue), default=math.inf)
-
     def work(self, files: float = 0, images: float = 0) -> Work:
         """Return what is still to be done for what is in hand, and for so many more files and images to run."""
         # What runs is half done, as far as is known.
@@ -157,14 +154,15 @@ class Batcher(Generic[Answer]):
         pool = self._pool
         with pool.lock:
             mine = self.work(images if decodes else 0, images)
-            all_work = [mine, *(one.work() for one in pool.sources if one is not self)]
+            others = [one.work() for one in pool.sources if one is not self]
             a_free_one = self._running < self.workers  # waits for nobody
             calls = mine.infer - (self.seconds_per_image * self._running_images / 2 if a_free_one else 0)
+        # Until mine is done, each other model gets as much of the time as this one, or less.
         return max(
             calls / self.workers,
-            sum(work.decode for work in all_work) / pool.decode_threads,
-            sum(work.threads for work in all_work) / pool.threads,
-            sum(work.cores for work in all_work) / pool.cores,
+            sum(min(work.decode, mine.decode) for work in (mine, *others)) / pool.decode_threads,
+            sum(min(work.threads, mine.threads) for work in (mine, *others)) / pool.threads,
+            sum(min(work.cores, mine.cores) for work in (mine, *others)) / pool.cores,
         )
 
     async def submit(
@@ -205,8 +203,7 @@ class Batcher(Generic[Answer]):
         self._unanswered += 1
         try:
             with self._pool.lock:
-                if self not in self._pool.sources:
-                    self._pool.sources.append(self)
+                self._pool.enter(self)
                 (self._files if decodes else self._ready).extend(entries)
                 self._pool.wake(len(images))
             await request.future
@@ -218,6 +215,7 @@ class Batcher(Generic[Answer]):
                 if request.waiting:  # late, failed, or its caller is gone: what has not run yet need not
                     self._files = deque(image for image in self._files if image.request is not request)
                     self._ready = deque(image for image in self._ready if image.request is not request)
+                    self._decoded = sum(image.begun is not None for image in self._ready)
                 if not self._unanswered:
                     self._pool.sources.remove(self)
             if request.waiting:
@@ -283,8 +281,12 @@ class Batcher(Generic[Answer]):
     def next_job(self, now: float) -> Job | None:
         """Take a batch where one is due, else a file to decode."""
         pool = self._pool
-        may_decode = bool(self._files) and pool.may_decode
-        if self._ready and self._running < self.workers:
+        # Beyond what the next batches take, files wait as they are: pixels are larger.
+        room = (self.workers + 1) * self.max_batch
+        may_decode = bool(self._files) and pool.may_decode and self._decoded < room
+        # Tensors that come later do not pass files by.
+        decodes_first = may_decode and bool(self._ready) and self._files[0].since < self._ready[0].since
+        if self._ready and not decodes_first and self._running < self.workers:
             ready = len(self._ready)
             full = ready >= self.max_batch or self._closed
             since = self._ready[0].ready
@@ -293,12 +295,12 @@ class Batcher(Generic[Answer]):
             gathers = may_decode and now - since < self.seconds_per_image * ready
             if full or (not gathers and any(image.request.due for image in self._ready)):
                 batch = [self._ready.popleft() for _ in range(min(ready, self.max_batch))]
+                self._decoded -= sum(image.begun is not None for image in batch)
                 lone = self.lone_network is not None and not any(one.busy for one in pool.sources)
                 self._running += 1
                 self._running_images += len(batch)
                 return functools.partial(self._run_batch, batch, lone)
-        # Beyond what the next batches take, files wait as they are: pixels are larger.
-        if may_decode and len(self._ready) < (self.workers + 1) * self.max_batch:
+        if may_decode:
             self._decoding += 1
             pool.begin_decode()
             return functools.partial(self._decode_file, self._files.popleft())
@@ -316,13 +318,16 @@ class Batcher(Generic[Answer]):
             failed = error.with_traceback(None)
         except Exception as error:
             failed = error
-        image.file = None
-        ended = image.ready = time.monotonic()
-        with self._pool.lock:
-            self._decoding -= 1
-            self._pool.end_decode(None if image.pixels is None else ended - begun)
-            if image.pixels is not None and not request.future.done():
-                self._ready.append(image)
+        finally:
+            image.file = None
+            ended = image.ready = time.monotonic()
+            with self._pool.lock:
+                self._decoding -= 1
+                self.spent += ended - begun
+                self._pool.end_decode(None if image.pixels is None else ended - begun)
+                if image.pixels is not None and not request.future.done():
+                    self._ready.append(image)
+                    self._decoded += 1
         if failed is not None:
             _tell(request, self._answer, image, failed, image.before_run(ended))
         del failed, file, image, request  # an error holds this frame
@@ -332,19 +337,23 @@ class Batcher(Generic[Answer]):
         pixels = [image.pixels for image in batch if image.pixels is not None]
         assert len(pixels) == len(batch)
         start = time.monotonic()
-        rows: Sequence[Answer | Exception] | None = self._together(network, pixels) if len(pixels) > 1 else None
-        if rows is None:  # the neighbours of one that fails are to be answered
-            rows = [self._alone(network, image) for image in pixels]
-        seconds = time.monotonic() - start
-        with self._pool.lock:
-            self._running -= 1
-            self._running_images -= len(batch)
+        try:
+            rows: Sequence[Answer | Exception] | None = self._together(network, pixels) if len(pixels) > 1 else None
+            if rows is None:  # the neighbours of one that fails are to be answered
+                rows = [self._alone(network, image) for image in pixels]
+        finally:
+            seconds = time.monotonic() - start
+            with self._pool.lock:
+                self._running -= 1
+                self._running_images -= len(batch)
+                self.spent += seconds
         _tell(batch[0].request, self._finish, batch, lone, start, seconds, rows)
         del rows, pixels, batch  # errors hold this frame
 
     def _together(self, network: Network[Answer], pixels: Sequence[NDArray[Any]]) -> Sequence[Answer] | None:
         try:
-            return network(self._gather(pixels))
+            rows = network(self._gather(pixels))
+            return rows if len(rows) == len(pixels) else None
         except Exception:
             return None
 

@@ -447,10 +447,11 @@ HEADERS: JsonObject = {
     "X-Request-Id": {"required": True, "description": "The request's name in the log.", "schema": TEXT},
     "Server-Timing": {
         "required": True,
-        "description": "Milliseconds in each stage (read, decode, queue, infer), and the images of the batch.",
+        "description": "Milliseconds in each stage: read, queue (before decoding and before the call), decode, infer. "
+        "Of several images the longest of each. And the images of the largest batch.",
         "schema": {
             **TEXT,
-            "examples": ['read;dur=0.07, decode;dur=7.84, queue;dur=0.02, infer;dur=0.76, batch;desc="1"'],
+            "examples": ['read;dur=0.07, queue;dur=0.12, decode;dur=7.84, infer;dur=0.76, batch;desc="1"'],
         },
     },
     "Retry-After": {"required": True, "description": "Seconds after which there may be room.", "schema": WHOLE},

@@ -1,10 +1,10 @@
-"""The threads of a server: each decodes images or calls a network, whichever brings the oldest image nearer its answer.
+"""The threads of a server: each decodes images or calls a network, whichever is to be done now.
 
 One set of threads for both and for all models: shared out by hand, some decode and others call, and cores stay idle.
+Models that are asked at the same time get as much of the threads' time, whatever waits for each.
 """
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -24,9 +24,11 @@ Job = Callable[[], None]
 class Source(Protocol):
     """Where jobs come from. All is asked with the pool's lock held."""
 
+    spent: float  # seconds that threads have given it, from where the others were when it came back
+
     @property
-    def oldest(self) -> float:
-        """When its oldest image came that waits, of `time.monotonic`; infinity where none does."""
+    def waiting(self) -> int:
+        """Images that wait."""
 
     @property
     def busy(self) -> bool:
@@ -65,9 +67,18 @@ class Pool:
         self.decode_seconds = 0.0  # an image
         self._cpus = tuple(cpus)
         self._decoding = 0  # images
+        self._niceness: int | None = None
+        with contextlib.suppress(OSError, AttributeError):
+            self._niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
         self._workers: dict[int, threading.Thread] = {}  # by the place of each, from 0
         self._idle = 0  # threads
         self._closed = False
+
+    def enter(self, source: Source) -> None:
+        """Look for jobs there: something is in hand now. With the lock held."""
+        if source not in self.sources:
+            source.spent = max(source.spent, min((one.spent for one in self.sources), default=source.spent))
+            self.sources.append(source)
 
     @property
     def may_decode(self) -> bool:
@@ -119,7 +130,7 @@ class Pool:
 
     def _work(self, place: int) -> None:
         """Do one job after the other, until the end."""
-        _step_back()
+        self._step_back()
         on_one = False
         try:
             while True:
@@ -131,7 +142,7 @@ class Pool:
                         self.lock.wait()
                         self._idle -= 1
                     all_busy = not self._idle and len(self._workers) == self.threads
-                    if not all_busy and any(one.oldest < math.inf for one in self.sources):
+                    if not all_busy and any(one.waiting for one in self.sources):
                         self.wake()
                 if self._cpus and on_one != all_busy:
                     on_one = all_busy
@@ -144,8 +155,14 @@ class Pool:
 
     def _next(self) -> Job | None:
         now = time.monotonic()
-        sources = self.sources if len(self.sources) < 2 else sorted(self.sources, key=lambda one: one.oldest)
+        sources = self.sources if len(self.sources) < 2 else sorted(self.sources, key=lambda one: one.spent)
         return next((job for source in sources if (job := source.next_job(now)) is not None), None)
+
+    def _step_back(self) -> None:
+        """Let the loop's thread go before the calling one."""
+        if sys.platform == "linux" and self._niceness is not None:
+            with contextlib.suppress(OSError):  # forbidden here
+                os.setpriority(os.PRIO_PROCESS, 0, self._niceness)  # not nice(), which adds to what a thread inherits
 
     @staticmethod
     def _keep_to(cpus: Sequence[int]) -> None:
@@ -157,10 +174,3 @@ class Pool:
 def learn(expected: float, seconds: float) -> float:
     """Return what an image is thought to take after one took so many seconds; a stall does not count for much."""
     return expected + WEIGHT * (min(seconds, MOST * expected) - expected) if expected else seconds
-
-
-def _step_back() -> None:
-    """Let the loop's thread go before the calling one."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # forbidden here
-            os.nice(NICENESS)

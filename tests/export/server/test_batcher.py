@@ -104,7 +104,7 @@ def test_a_call_beside_which_nothing_runs_or_waits_has_a_network_of_its_own():
         lone.gate.clear()
         batcher = a_batcher(network, lone_network=lone, max_batch=1, workers=2)
         first = asyncio.create_task(batcher.submit(images(1)))
-        await until(lambda: batcher.busy)
+        await until(lambda: batcher._running == 1)
         second = await batcher.submit(images(2, 3))  # beside the first
         assert (network.batches, lone.batches) == ([1, 1], [])
         lone.gate.set()
@@ -142,28 +142,30 @@ def test_a_request_larger_than_a_batch_is_split():
 def test_the_delay_is_counted_from_the_oldest_image():
     async def body():
         network = Network()
-        batcher = a_batcher(network, max_batch=4, max_delay=0.2)
+        batcher = a_batcher(network, max_batch=4, max_delay=0.5)
         start = time.monotonic()
         first = asyncio.create_task(batcher.submit(images(1)))
-        await asyncio.sleep(0.12)
+        await asyncio.sleep(0.3)
         second = asyncio.create_task(batcher.submit(images(2)))
         await asyncio.gather(first, second)
-        assert 0.18 < time.monotonic() - start < 0.3  # a clock begun at the second would end at 0.32
+        assert 0.48 < time.monotonic() - start < 0.75  # a clock begun at the second would end at 0.8
         assert network.batches == [2]
         start = time.monotonic()
         await batcher.submit(images(1, 2, 3, 4))
-        assert time.monotonic() - start < 0.15  # full: nothing to wait for
+        assert time.monotonic() - start < 0.4  # full: nothing to wait for
 
     asyncio.run(body())
 
 
 def test_workers_run_beside_each_other():
+    barrier = threading.Barrier(3, timeout=10)
+
+    def network(batch):
+        barrier.wait()
+        return batch
+
     async def body():
-        network = Network(seconds=0.1)
-        batcher = a_batcher(network, max_batch=1, workers=3)
-        start = time.monotonic()
-        await asyncio.gather(*(batcher.submit(images(i)) for i in range(3)))
-        assert time.monotonic() - start < 0.25
+        await a_batcher(network, max_batch=1, workers=3).submit(images(1, 2, 3))
 
     asyncio.run(body())
 
@@ -400,13 +402,15 @@ def test_where_an_image_was_when_it_was_too_late(late, expected):
 
 
 def test_an_image_waits_for_others_to_be_decoded_no_longer_than_those_that_are_ready_take_to_run():
+    def image(ready=None):
+        return SimpleNamespace(request=SimpleNamespace(due=True), since=9.0, begun=9.0, ready=ready)
+
     batcher = a_batcher(Network(), max_batch=8, seconds_per_image=0.005)
-    request = SimpleNamespace(due=True)
-    batcher._files.append(SimpleNamespace(request=request))
-    batcher._ready.extend(SimpleNamespace(request=request, ready=10.0 + place / 1000) for place in range(2))
+    batcher._files.append(image())
+    batcher._ready.extend([image(10.0), image(10.001)])
     assert batcher.next_job(10.009).func == batcher._decode_file  # two take 10 ms
-    assert batcher._ready
-    batcher._files.append(SimpleNamespace(request=request))
+    batcher._pool.end_decode(None)
+    batcher._files.append(image())
     assert batcher.next_job(10.011).func == batcher._run_batch
     assert not batcher._ready
 
@@ -568,9 +572,11 @@ def test_admission_and_lone_calls_see_the_other_models_of_the_pool():
         second.seconds_per_image = 0.1
         running += [asyncio.create_task(first.submit(images(1))) for _ in range(11)]
         await until(lambda: first.waiting == 10)
-        assert second.wait_for(1) == pytest.approx(0.1 * (10 + 2 / 2 + 1) / 2)
+        # Of the other model's eleven images no more come before than this one has.
+        assert second.wait_for(1) == pytest.approx(0.1 * (1 + 1) / 2)
+        assert second.wait_for(20) == pytest.approx(0.1 * (20 + 10 + 2 / 2) / 2)
         with pytest.raises(RefusedError, match="cannot be answered in time"):
-            await second.submit(images(1), deadline=time.monotonic() + 0.5)
+            await second.submit(images(*range(20)), deadline=time.monotonic() + 2)
         a.gate.set()
         await asyncio.gather(*running)
         await until(lambda: not first.busy)
@@ -636,6 +642,52 @@ def test_images_that_cannot_be_gathered_cost_themselves_only():
         assert isinstance(bad, MemoryError)
         assert (rows(good), rows(also_good)) == ([[4, 4]], [[8, 8]])
         await first
+        assert not batcher.busy
+
+    asyncio.run(body())
+
+
+def test_a_delay_is_each_request_s_own_whatever_comes_before_it():
+    async def body():
+        files = Files(seconds=0.06)
+        batcher = a_batcher(Network(), decode=files, threads=2, workers=2, max_batch=8, max_delay=0.2)
+        start = time.monotonic()
+        old = asyncio.create_task(batcher.submit([b"a"], deadline=start + 10))
+        await asyncio.sleep(0.03)
+        young = asyncio.create_task(batcher.submit(images(1), deadline=start + 10))  # ready before the file
+        await asyncio.sleep(0.185)
+        young.cancel()
+        await old
+        assert time.monotonic() - start < 5
+
+    asyncio.run(body())
+
+
+def test_tensors_that_come_later_do_not_pass_files_by():
+    async def body():
+        network = Network(seconds=0.002)
+        batcher = a_batcher(network, max_batch=2)
+        stop = False
+
+        async def ask(given):
+            while not stop:
+                await batcher.submit(given)
+
+        tasks = [asyncio.create_task(ask(images(1, 2, 3))) for _ in range(8)]
+        await until(lambda: batcher.waiting > 10)
+        for _ in range(3):
+            await batcher.submit([b"a"], deadline=time.monotonic() + 5)
+        stop = True
+        await asyncio.gather(*tasks)
+
+    asyncio.run(body())
+
+
+def test_a_network_that_gives_too_few_answers_fails_its_images():
+    async def body():
+        batcher = a_batcher(lambda batch: [], max_batch=4)
+        with pytest.raises(IndexError):
+            await batcher.submit(images(1, 2))
         assert not batcher.busy
 
     asyncio.run(body())

@@ -25,12 +25,13 @@ async def until(condition):
             await asyncio.sleep(0.001)
 
 
-def test_models_share_the_threads_and_the_oldest_image_is_first():
+def test_models_that_are_asked_at_the_same_time_get_as_much_of_the_threads_time():
     order, gate = [], threading.Event()
 
-    def network(name):
+    def network(name, seconds):
         def run(images):
             gate.wait(10)
+            time.sleep(seconds)
             order.append(name)
             return images
 
@@ -38,19 +39,36 @@ def test_models_share_the_threads_and_the_oldest_image_is_first():
 
     async def body():
         pool = Pool(1, decode_threads=1, cores=1)
-        a, b = (batcher(pool, network(name)) for name in "ab")
-        tasks = []
-        for one in (a, b, b, a, b):
-            tasks.append(asyncio.create_task(one.submit([np.zeros(1)])))
-            await asyncio.sleep(0.001)
+        slow, fast = batcher(pool, network("slow", 0.03)), batcher(pool, network("fast", 0.003))
+        tasks = [asyncio.create_task(slow.submit([np.zeros(1)])) for _ in range(20)]
+        await until(lambda: slow._running == 1)
+        tasks += [asyncio.create_task(fast.submit([np.zeros(1)])) for _ in range(5)]
+        await until(lambda: fast.waiting == 5)
         gate.set()
         await asyncio.gather(*tasks)
-        assert order == ["a", "b", "b", "a", "b"]
+        assert order[0] == "slow"
+        assert order[1:7].count("fast") == 5  # one of the others at most has come between
+        assert pool.sources == []
+        # What it spent then gives nobody the first place now, nor the last.
+        gate.clear()
+        order.clear()
+        tasks = [asyncio.create_task(one.submit([np.zeros(1)])) for one in (slow, fast, slow, fast)]
+        await until(lambda: slow.waiting + fast.waiting == 3)
+        gate.set()
+        await asyncio.gather(*tasks)
+        assert set(order[:3]) == {"slow", "fast"}
+
+    asyncio.run(body())
+
+
+def test_a_model_that_is_closed_takes_nothing_more_and_the_others_do():
+    async def body():
+        pool = Pool(1, decode_threads=1, cores=1)
+        a, b = batcher(pool), batcher(pool)
         await a.close()
         with pytest.raises(RefusedError):
             await a.submit([np.zeros(1)])
         await b.submit([np.zeros(1)])
-        assert order[5:] == ["b"]
 
     asyncio.run(body())
 
@@ -162,16 +180,33 @@ def test_a_core_that_is_taken_away_costs_nothing(monkeypatch):
 def test_a_thread_that_may_not_be_nice_runs_all_the_same(monkeypatch):
     asked = []
 
-    def forbidden(by):
-        asked.append(by)
+    def forbidden(which, who, niceness):
+        asked.append(niceness)
         raise PermissionError(1, "Operation not permitted")
 
     async def body():
         assert await batcher(Pool(1, decode_threads=1, cores=1)).submit([np.zeros(1)])
 
-    monkeypatch.setattr(os, "nice", forbidden)
+    monkeypatch.setattr(os, "setpriority", forbidden)
     asyncio.run(body())
-    assert asked == [pools.NICENESS]
+    assert asked == [os.getpriority(os.PRIO_PROCESS, 0) + pools.NICENESS]
+
+
+def test_all_threads_are_as_nice():
+    seen, barrier = [], threading.Barrier(6, timeout=10)
+
+    def network(images):
+        barrier.wait()
+        seen.append(os.getpriority(os.PRIO_PROCESS, 0))
+        return images
+
+    async def body():
+        one = batcher(Pool(6, decode_threads=6, cores=6), network, workers=6)
+        await one.submit([np.zeros(1)] * 6)  # some are started by others
+        assert len(set(seen)) == 1
+        assert seen[0] >= os.getpriority(os.PRIO_PROCESS, 0)
+
+    asyncio.run(body())
 
 
 def no_thread(thread):
