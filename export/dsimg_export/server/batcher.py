@@ -1,8 +1,8 @@
 """Images of many requests into batches for one network: no polling, a bounded queue, no answer after its deadline.
 
-A thread that is free decodes until a batch is full or nothing is left to decode, then runs it; with a delay, once it is
-full or its oldest image has waited that long. What is counted is images, not requests. Requests come and are answered
-in one event loop; images are decoded and run in the threads of a `Pool`.
+A thread that is free decodes until it has its share of what is in hand, at most a batch, then runs it; with a delay,
+once a batch is full or its oldest image has waited that long. What is counted is images, not requests. Requests come
+and are answered in one event loop; images are decoded and run in the threads of a `Pool`.
 """
 
 import asyncio
@@ -287,14 +287,16 @@ class Batcher(Generic[Answer]):
         # Tensors that come later do not pass files by.
         decodes_first = may_decode and bool(self._ready) and self._files[0].since < self._ready[0].since
         if self._ready and not decodes_first and self._running < self.workers:
-            ready = len(self._ready)
-            full = ready >= self.max_batch or self._closed
-            since = self._ready[0].ready
+            ready, since = len(self._ready), self._ready[0].ready
             assert since is not None
+            # What is in hand is shared out to the calls that are free: one of all of it would leave the others idle.
+            in_hand = ready + len(self._files) + self._decoding
+            share = min(self.max_batch, math.ceil(in_hand / (self.workers - self._running)))
             # Nobody waits longer for others to be decoded than those that are there take to run.
-            gathers = may_decode and now - since < self.seconds_per_image * ready
-            if full or (not gathers and any(image.request.due for image in self._ready)):
-                batch = [self._ready.popleft() for _ in range(min(ready, self.max_batch))]
+            gathers = may_decode and ready < share and now - since < self.seconds_per_image * ready
+            due = self._closed or any(image.request.due for image in self._ready)
+            if ready >= self.max_batch or (due and not gathers):
+                batch = [self._ready.popleft() for _ in range(min(ready, share if due else self.max_batch))]
                 self._decoded -= sum(image.begun is not None for image in batch)
                 lone = self.lone_network is not None and not any(one.busy for one in pool.sources)
                 self._running += 1

@@ -401,6 +401,45 @@ def test_where_an_image_was_when_it_was_too_late(late, expected):
     asyncio.run(body())
 
 
+def test_what_is_in_hand_is_shared_out_to_the_calls_that_are_free():
+    async def body():
+        network = Network()
+        network.gate.clear()
+        batcher = a_batcher(network, workers=3, max_batch=8)
+        task = asyncio.create_task(batcher.submit(images(*range(7))))
+        await until(lambda: batcher._running == 3)
+        network.gate.set()
+        await task
+        assert sorted(network.batches) == [2, 2, 3]
+        network.gate.clear()
+        first = [asyncio.create_task(batcher.submit(images(0))) for _ in range(2)]
+        await until(lambda: batcher._running == 2)
+        rest = [asyncio.create_task(batcher.submit(images(*range(5))))]
+        await until(lambda: batcher._running == 3)  # all that waits is the free one's
+        assert not batcher.waiting
+        network.gate.set()
+        await asyncio.gather(*first, *rest)
+
+    asyncio.run(body())
+
+
+def test_files_are_shared_out_too():
+    barrier = threading.Barrier(2, timeout=10)
+
+    def network(batch):
+        barrier.wait()
+        sizes.append(len(batch))
+        return batch
+
+    async def body():
+        batcher = a_batcher(network, workers=2, decode_threads=2, max_batch=8, seconds_per_image=60)
+        await batcher.submit([b"a"] * 8)
+        assert sizes == [4, 4]
+
+    sizes = []
+    asyncio.run(body())
+
+
 def test_an_image_waits_for_others_to_be_decoded_no_longer_than_those_that_are_ready_take_to_run():
     def image(ready=None):
         return SimpleNamespace(request=SimpleNamespace(due=True), since=9.0, begun=9.0, ready=ready)
