@@ -137,7 +137,7 @@ def test_pictures_are_picked_and_answered_and_a_bad_one_says_why(live, visit, fi
     assert third.locator(".best").is_hidden()
     assert third.locator(".preview").inner_text() == "no preview"
     stages = [line.split()[0] for line in first.locator(".timing li").all_inner_texts()]
-    assert stages == ["receive", "decode", "wait", "network"]
+    assert stages == ["receive", "wait", "decode", "network"]
     assert re.fullmatch(
         r"[\d.]+ ms on the server(, in a batch of 2)?; [\d.,]+ ms from here and back",
         first.locator(".timing p").inner_text(),
