@@ -67,7 +67,7 @@ class _Image(Generic[Answer]):
     place: int
     since: float  # when it came
     file: bytes | None = None  # until it is decoded
-    pixels: NDArray[Any] | None = None  # from then on
+    pixels: NDArray[Any] | None = None  # from then on until it runs
     begun: float | None = None  # when its decoding began
     ready: float | None = None  # when it could run
 
@@ -338,11 +338,13 @@ class Batcher(Generic[Answer]):
         network = self.network if self.lone_network is None or not lone else self.lone_network
         pixels = [image.pixels for image in batch if image.pixels is not None]
         assert len(pixels) == len(batch)
+        for image in batch:
+            image.pixels = None  # a request of many images is in hand until the last one has run
         start = time.monotonic()
         try:
             rows: Sequence[Answer | Exception] | None = self._together(network, pixels) if len(pixels) > 1 else None
             if rows is None:  # the neighbours of one that fails are to be answered
-                rows = [self._alone(network, image) for image in pixels]
+                rows = [self._alone(network, one) for one in pixels]
         finally:
             seconds = time.monotonic() - start
             with self._pool.lock:
@@ -350,7 +352,7 @@ class Batcher(Generic[Answer]):
                 self._running_images -= len(batch)
                 self.spent += seconds
         _tell(batch[0].request, self._finish, batch, lone, start, seconds, rows)
-        del rows, pixels, batch  # errors hold this frame
+        del rows, pixels, batch, image  # errors hold this frame
 
     def _together(self, network: Network[Answer], pixels: Sequence[NDArray[Any]]) -> Sequence[Answer] | None:
         try:

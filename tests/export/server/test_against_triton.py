@@ -535,6 +535,7 @@ ALLOWED: list[tuple[set[str], str, list[str]]] = [
         ["config", "config of the version"],
     ),
     ({"encoding"}, "an answer is a few numbers a class, and a client must take it as it is", ["gzip wanted"]),
+    ({"415, Triton 501"}, "415 is HTTP's word for it; 501 counts as the server's error", ["another compression"]),
     ({"404, Triton 503"}, "runs are named by --source, and exchanged by --reload", ["load"]),
     ({"404, Triton 200"}, "there is no shared memory, and the extensions do not name it", ["shared memory"]),
     ({"400, Triton 404"}, "there is no shared memory", ["shared memory input"]),
