@@ -109,11 +109,13 @@ def ours(source: Path, folder: Path, out: Path) -> Cost:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while not partial.exists() and process.poll() is None:
         time.sleep(LOOK_SECONDS)
+    assert process.stdout is not None
+    if process.returncode is not None:
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}:\n{process.stdout.read().decode()}")
     start = time.perf_counter() - begun
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         start_cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    assert process.stdout is not None
     peak = 0
     with process.stdout as stdout:
         for _ in stdout:  # a line every few seconds, and some at the end
