@@ -40,7 +40,7 @@ class Context:
 
 
 IN_PYTHON = "In Python:"  # begins what a stage's docstring says to who calls it, and not to who gives it flags
-RECIPE = "--config FILE.toml takes flags from a table of their names and values; those given here come before its own."
+RECIPE = "--config FILE.toml takes flags from a file, a line `name = value` each; a flag of the command line wins."
 _context: Context | None = None
 
 

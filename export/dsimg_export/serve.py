@@ -188,6 +188,7 @@ def _serve(config: ServeConfig) -> None:
     check_certificate(config.ssl_certfile, config.ssl_keyfile)
     tracing = _tracing() if config.otel else None
     listener = bind(config.host, config.port)
+    named = _named(config.source)
     if config.tune is not None:
         config = _tuned(config, parse_goal(config.tune))
     server = open_server(config, keys=keys)
@@ -206,7 +207,7 @@ def _serve(config: ServeConfig) -> None:
             functools.partial(
                 watch,
                 server,
-                _named(config.source),
+                named,
                 load=functools.partial(_load, config, server),
                 say=terminal.say,
             )
@@ -249,10 +250,7 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
         say=terminal.say,
         access_log=terminal.data if config.access_log else None,
     )
-    named = _named(config.source)
-    for path in named.values():
-        Run.open(path)  # whether all are there is known before the first is verified
-    for name, path in named.items():
+    for name, path in _named(config.source).items():
         server.models[name] = _load(config, server, name, path)
     server.pool.decode_seconds = next(iter(server.models.values())).decode_seconds()
     server.telemetry.watch(
@@ -264,6 +262,7 @@ def open_server(config: ServeConfig, *, keys: tuple[bytes, ...] = ()) -> Server:
 def _tuned(config: ServeConfig, goal: float) -> ServeConfig:
     """Return the flags with those that measuring found. Raises DsimgError."""
     path = config.source[0]
+    _verify(config, path)  # measuring takes minutes
     tried = list(settings(all_cores(), goal))
     measured: list[Plan] = []
     terminal = cli.context().terminal
@@ -330,22 +329,31 @@ def _lone_threads(config: ServeConfig, threads: int) -> int | None:
 
 
 def _named(sources: Sequence[Path]) -> dict[str, Path]:
-    """Return the runs by the names of their folders: of a link that of the link, which stays when it is turned."""
+    """Return the runs by the names of their folders: of a link that of the link, which stays when it is turned.
+
+    Raises DsimgError where one is not there: known before another is verified.
+    """
     found: dict[str, Path] = {}
     for path in sources:
         name = path.absolute().name or path.resolve().name
         if name in found:
             raise ConfigError(f"--source names two folders called {name}; rename one, for a model is asked for by it.")
+        Run.open(path)
         found[name] = path
     return found
+
+
+def _verify(config: ServeConfig, path: Path) -> None:
+    """Raise DsimgError where a run does not say here what it said where it was made."""
+    # Its parent would be one more network in memory, and proves nothing about what is served.
+    verify_but(VerifyConfig(source=path, provider=config.provider, threads=config.threads), without=("parent",))
 
 
 def _load(config: ServeConfig, server: Server, name: str, path: Path) -> Model:
     """Verify a run and load it. Raises DsimgError; RunError also where it changes meanwhile."""
     path = path.resolve()  # a link may be turned
     before = hash_of(path)
-    # Its parent would be one more network in memory, and proves nothing about what is served.
-    verify_but(VerifyConfig(source=path, provider=config.provider, threads=config.threads), without=("parent",))
+    _verify(config, path)
     batches = server.telemetry.batches.labels(name)
     kinds = server.telemetry.decoded
     model = load(
@@ -429,7 +437,8 @@ def _rows(config: ServeConfig, server: Server, url: str) -> list[tuple[str, str]
             "threads",
             f"{all_cores()} cores: {plan.workers} calls at a time with {plan.threads} each"
             + ("" if plan.lone_threads is None else f", a lone one with {plan.lone_threads}")
-            + f", at most {pool.decode_threads} images decoded at a time",
+            + f", at most {pool.decode_threads} images decoded at a time"
+            + ("; each thread on a core of its own while all are busy" if pool.pinned else ""),
         ),
         (
             "batches",

@@ -66,8 +66,7 @@ class _Image(Generic[Answer]):
     request: _Request[Answer]
     place: int
     since: float  # when it came
-    file: bytes | None = None  # until it is decoded
-    pixels: NDArray[Any] | None = None  # from then on until it runs
+    content: Any  # its file, from when that is decoded its pixels, and once it runs nothing
     begun: float | None = None  # when its decoding began
     ready: float | None = None  # when it could run
 
@@ -115,7 +114,6 @@ class Batcher(Generic[Answer]):
         # With the pool's lock held:
         self._files: deque[_Image[Answer]] = deque()
         self._ready: deque[_Image[Answer]] = deque()
-        self._decoded = 0  # of the ready ones
         self._decoding = 0
         self.spent = 0.0
         self._running = 0  # batches
@@ -191,12 +189,9 @@ class Batcher(Generic[Answer]):
             waiting=len(images),
             due=not self.max_delay,
         )
-        entries: list[_Image[Answer]] = []
-        for place, image in enumerate(images):
-            if isinstance(image, bytes):
-                entries.append(_Image(request, place, now, file=image))
-            elif isinstance(image, np.ndarray):
-                entries.append(_Image(request, place, now, pixels=image, ready=now))
+        entries = [
+            _Image(request, place, now, image, ready=None if decodes else now) for place, image in enumerate(images)
+        ]
         timers = [] if deadline == math.inf else [loop.call_later(deadline - now, _expire, request)]
         if self.max_delay:
             timers.append(loop.call_later(self.max_delay, self._is_due, request))
@@ -210,22 +205,7 @@ class Batcher(Generic[Answer]):
         finally:
             for timer in timers:
                 timer.cancel()
-            self._unanswered -= 1
-            with self._pool.lock:
-                if request.waiting:  # late, failed, or its caller is gone: what has not run yet need not
-                    self._files = deque(image for image in self._files if image.request is not request)
-                    self._ready = deque(image for image in self._ready if image.request is not request)
-                    self._decoded = sum(image.begun is not None for image in self._ready)
-                if not self._unanswered:
-                    self._pool.sources.remove(self)
-            if request.waiting:
-                self.done.failed += 1
-                until = time.monotonic()
-                for entry in entries:
-                    if request.answers[entry.place] is None:
-                        stages.image(entry.before_run(until))
-            if self._idle is not None and not self._unanswered:
-                self._idle.set()
+            self._leave(request, entries)
         # Not by the future: an error that a task keeps holds, by its traceback, this frame, the body and the pixels.
         if request.late:
             raise RefusedError("its deadline has passed", retry_after=self.wait_for(0), kind="deadline")
@@ -271,6 +251,24 @@ class Batcher(Generic[Answer]):
                 f"cannot be answered in time: up to {needed:.2f} s are needed", retry_after=ahead, kind="deadline"
             )
 
+    def _leave(self, request: _Request[Answer], entries: Sequence[_Image[Answer]]) -> None:
+        """End a request, answered or not."""
+        self._unanswered -= 1
+        with self._pool.lock:
+            if request.waiting:  # late, failed, or its caller is gone: what has not run yet need not
+                self._files = deque(image for image in self._files if image.request is not request)
+                self._ready = deque(image for image in self._ready if image.request is not request)
+            if not self._unanswered:
+                self._pool.sources.remove(self)
+        if request.waiting:
+            self.done.failed += 1
+            until = time.monotonic()
+            for entry in entries:
+                if request.answers[entry.place] is None:
+                    request.stages.image(entry.before_run(until))
+        if self._idle is not None and not self._unanswered:
+            self._idle.set()
+
     def _is_due(self, request: _Request[Answer]) -> None:
         with self._pool.lock:
             request.due = True
@@ -281,9 +279,10 @@ class Batcher(Generic[Answer]):
     def next_job(self, now: float) -> Job | None:
         """Take a batch where one is due, else a file to decode."""
         pool = self._pool
-        # Beyond what the next batches take, files wait as they are: pixels are larger.
-        room = (self.workers + 1) * self.max_batch
-        may_decode = bool(self._files) and pool.may_decode and self._decoded < room
+        may_decode = bool(self._files) and pool.may_decode
+        if may_decode:  # beyond what the next batches take, files wait as they are: pixels are larger
+            decoded = sum(image.begun is not None for image in self._ready)
+            may_decode = decoded < (self.workers + 1) * self.max_batch
         # Tensors that come later do not pass files by.
         decodes_first = may_decode and bool(self._ready) and self._files[0].since < self._ready[0].since
         if self._ready and not decodes_first and self._running < self.workers:
@@ -297,7 +296,6 @@ class Batcher(Generic[Answer]):
             due = self._closed or any(image.request.due for image in self._ready)
             if ready >= self.max_batch or (due and not gathers):
                 batch = [self._ready.popleft() for _ in range(min(ready, share if due else self.max_batch))]
-                self._decoded -= sum(image.begun is not None for image in batch)
                 lone = self.lone_network is not None and not any(one.busy for one in pool.sources)
                 self._running += 1
                 self._running_images += len(batch)
@@ -309,37 +307,33 @@ class Batcher(Generic[Answer]):
         return None
 
     def _decode_file(self, image: _Image[Answer]) -> None:
-        request, file = image.request, image.file
-        assert file is not None
+        request, file, image.content = image.request, image.content, None
         failed: Exception | None = None
         begun = image.begun = time.monotonic()
         try:
             if begun <= request.deadline:
-                image.pixels = self.decode(file)
+                image.content = self.decode(file)
         except ImageError as error:
             failed = error.with_traceback(None)
         except Exception as error:
             failed = error
         finally:
-            image.file = None
             ended = image.ready = time.monotonic()
             with self._pool.lock:
                 self._decoding -= 1
                 self.spent += ended - begun
-                self._pool.end_decode(None if image.pixels is None else ended - begun)
-                if image.pixels is not None and not request.future.done():
+                self._pool.end_decode(None if image.content is None else ended - begun)
+                if image.content is not None and not request.future.done():
                     self._ready.append(image)
-                    self._decoded += 1
         if failed is not None:
             _tell(request, self._answer, image, failed, image.before_run(ended))
         del failed, file, image, request  # an error holds this frame
 
     def _run_batch(self, batch: list[_Image[Answer]], lone: bool) -> None:
         network = self.network if self.lone_network is None or not lone else self.lone_network
-        pixels = [image.pixels for image in batch if image.pixels is not None]
-        assert len(pixels) == len(batch)
+        pixels: list[NDArray[Any]] = [image.content for image in batch]
         for image in batch:
-            image.pixels = None  # a request of many images is in hand until the last one has run
+            image.content = None  # a request of many images is in hand until the last one has run
         start = time.monotonic()
         try:
             rows: Sequence[Answer | Exception] | None = self._together(network, pixels) if len(pixels) > 1 else None
@@ -378,9 +372,7 @@ class Batcher(Generic[Answer]):
         rows: Sequence[Answer | Exception],
     ) -> None:
         known, taken = self.seconds_per_image, seconds / len(batch)
-        if (
-            lone
-        ):  # with more threads: one that shares the cores takes as long at least, and `lone_gain` times that at most
+        if lone:  # one that shares the cores takes as long at least, and `lone_gain` times that at most
             taken = min(max(known, taken), taken * self._lone_gain)
         if not any(isinstance(row, Exception) for row in rows):
             self.seconds_per_image = learn(known, taken)

@@ -1,5 +1,7 @@
-"""From a request to its answers: its body read and parsed, its images given to the model; ended where its
-client goes."""
+"""From a request to its answers: its body is read and parsed, its images go to the model.
+
+It ends where its client goes.
+"""
 
 import asyncio
 import contextlib
@@ -89,11 +91,15 @@ async def classify(
     telemetry = server.telemetry
     for stage, seconds in stages.seconds.items():
         telemetry.stage_seconds.labels(model.name, stage).observe(seconds)
-    bad = sum(isinstance(row, ImageError) for row in rows)
-    finite = sum(row.finite for row in rows if not isinstance(row, ImageError))
-    for outcome, count in (("answered", finite), ("not finite", len(rows) - bad - finite), ("bad", bad)):
-        if count:
-            telemetry.images.labels(model.name, outcome).inc(count)
+    for row in rows:
+        if isinstance(row, ImageError):
+            outcome = "bad"
+        elif row.top is None:
+            outcome = "not finite"
+        else:
+            outcome = "answered"
+            telemetry.confidence.labels(model.name).observe(row.top[0][1])
+        telemetry.images.labels(model.name, outcome).inc()
     return rows
 
 

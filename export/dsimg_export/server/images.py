@@ -40,9 +40,6 @@ async def _predict(
     )
     rows = await classify(server, model, [upload.data for upload in uploads], stages, deadline, request)
     said = [str(row) if isinstance(row, ImageError) else row.best(top) or NOT_FINITE for row in rows]
-    for one in said:
-        if not isinstance(one, str):
-            server.telemetry.confidence.labels(model.name).observe(one[0][1])
     answers = [
         _answer(place, upload, one, model) for place, (upload, one) in enumerate(zip(uploads, said, strict=True))
     ]
@@ -59,7 +56,7 @@ async def _predict(
 
 
 def _top(request: Request, classes: int) -> int:
-    text = request.query_params.get("top", "5") if request.scope["query_string"] else "5"
+    text = request.query_params.get("top", "5")
     if not (text.isascii() and text.isdigit() and int(text[:9]) > 0):
         raise HttpError(400, "top is a whole number of classes above 0.", kind="request")
     return min(int(text[:9]), classes)

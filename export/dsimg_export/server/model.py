@@ -45,11 +45,6 @@ class Answer:
     logits: NDArray[np.float32]  # (C,)
     top: list[tuple[int, float]] | None
 
-    @property
-    def finite(self) -> bool:
-        """Whether all logits are."""
-        return self.top is not None
-
     def best(self, k: int) -> list[tuple[int, float]] | None:
         """Return the best k classes with their probabilities, best first; None where a logit is not finite."""
         if self.top is None or k <= len(self.top):

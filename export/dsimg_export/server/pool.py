@@ -67,12 +67,15 @@ class Pool:
         self.decode_seconds = 0.0  # an image
         self._cpus = tuple(cpus)
         self._decoding = 0  # images
-        self._niceness: int | None = None
-        with contextlib.suppress(OSError, AttributeError):
-            self._niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
         self._workers: dict[int, threading.Thread] = {}  # by the place of each, from 0
         self._idle = 0  # threads
         self._closed = False
+
+    @property
+    def pinned(self) -> bool:
+        """Whether each thread keeps to a core while all are busy."""
+        return bool(self._cpus)
 
     def enter(self, source: Source) -> None:
         """Look for jobs there: something is in hand now. With the lock held."""
@@ -101,12 +104,9 @@ class Pool:
         Raises RuntimeError where no thread can be started and none is there.
         """
         self.lock.notify(jobs)
-        for place in range(self.threads):
-            if jobs <= self._idle or len(self._workers) == self.threads:
-                break
-            if place not in self._workers:
-                self._start(place)
-                jobs -= 1
+        free = [place for place in range(self.threads) if place not in self._workers]
+        for place in free[: max(0, jobs - self._idle)]:
+            self._start(place)
 
     def close(self) -> None:
         """End the threads, once each has done what it does."""
@@ -155,12 +155,12 @@ class Pool:
 
     def _next(self) -> Job | None:
         now = time.monotonic()
-        sources = self.sources if len(self.sources) < 2 else sorted(self.sources, key=lambda one: one.spent)
+        sources = sorted(self.sources, key=lambda one: one.spent)
         return next((job for source in sources if (job := source.next_job(now)) is not None), None)
 
     def _step_back(self) -> None:
         """Let the loop's thread go before the calling one."""
-        if sys.platform == "linux" and self._niceness is not None:
+        if sys.platform == "linux":
             with contextlib.suppress(OSError):  # forbidden here
                 os.setpriority(os.PRIO_PROCESS, 0, self._niceness)  # not nice(), which adds to what a thread inherits
 

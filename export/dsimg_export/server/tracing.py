@@ -35,7 +35,6 @@ UNTRACED = ("/metrics", "/v2/health/live", "/v2/health/ready")
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"))
 LONGEST = 1024  # characters of what a client wrote
 QUIET_SECONDS = 60.0  # after each time that OpenTelemetry has said something
-BATCH = re.compile(r'batch;desc="(\d+)"')
 
 
 class Tracing:
@@ -100,12 +99,11 @@ class RequestSpan:
             for one in stages.intervals:
                 began, ended = (self._clock + int(1e9 * instant) for instant in (one.began, one.ended))
                 self._tracer.start_span(one.stage, context=inside, start_time=began).end(ended)
-            batch = BATCH.search(response.headers.get("server-timing", ""))
             span.set_attributes(
                 {
                     "http.response.status_code": status,
                     **{f"dsimg.{stage}_ms": 1000 * seconds for stage, seconds in stages.seconds.items()},
-                    **({"dsimg.batch_images": int(batch[1])} if batch else {}),
+                    **({"dsimg.batch_images": stages.batch} if stages.batch else {}),
                     **({"dsimg.refused": refused.kind} if refused else {}),
                 }
             )

@@ -1,11 +1,12 @@
 """A server under test: uvicorn in a thread of this process, and one connection's worth of client."""
 
+import asyncio
 import contextlib
 import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,13 @@ import uvicorn
 from dsimg_export.serve import ServeConfig, http_options, open_server
 from dsimg_export.server.app import build_app
 from dsimg_export.server.state import Server
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for a condition, ten seconds at most."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from dsimg_export.server.batcher import Batcher
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.server.pool import Pool
 from dsimg_export.server.stages import Stages
+from tests.export.server.live import until
 
 
 def images(*values):
@@ -31,44 +32,47 @@ def a_batcher(network, *, threads=None, decode=None, decode_threads=1, pool=None
     return Batcher(network, pool, decode=decode or Files(), **options)
 
 
-class Files:
-    """Decodes a file to its first byte, when the gate opens; b"bad" is none."""
+class Gated:
+    """Goes on when its gate opens, and then takes as long as it is told."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.decoded = seconds, []
+        self.seconds = seconds
         self.gate = threading.Event()
         self.gate.set()
 
-    def __call__(self, data):
+    def wait(self):
         assert self.gate.wait(10)
         time.sleep(self.seconds)
+
+
+class Files(Gated):
+    """Decodes a file to its first byte; b"bad" is none."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__(seconds)
+        self.decoded = []
+
+    def __call__(self, data):
+        self.wait()
         self.decoded.append(data)
         if data == b"bad":
             raise ImageError("not an image")
         return np.full(2, data[0], np.float32)
 
 
-class Network:
-    """Doubles its input; notes its batches; takes as long as it is told, and fails on negative images."""
+class Network(Gated):
+    """Doubles its input; notes its batches; fails on negative images."""
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.batches = seconds, []
-        self.gate = threading.Event()
-        self.gate.set()
+        super().__init__(seconds)
+        self.batches = []
 
     def __call__(self, batch):
-        self.gate.wait(10)
-        time.sleep(self.seconds)
+        self.wait()
         self.batches.append(len(batch))
         if (batch < 0).any():
             raise ValueError("negative")
         return 2 * batch
-
-
-async def until(condition):
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_each_request_gets_its_own_rows():

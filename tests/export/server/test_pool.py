@@ -13,16 +13,11 @@ from dsimg_export.server.batcher import Batcher
 from dsimg_export.server.errors import RefusedError
 from dsimg_export.server.model import Plan, open_pool
 from dsimg_export.server.pool import Pool
+from tests.export.server.live import until
 
 
 def batcher(pool, network=lambda images: images, decode=lambda data: np.zeros(1), **options):
     return Batcher(network, pool, decode=decode, **{"max_batch": 1, **options})
-
-
-async def until(condition):
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def test_models_that_are_asked_at_the_same_time_get_as_much_of_the_threads_time():
@@ -159,6 +154,7 @@ def test_threads_are_pinned_where_there_are_as_many_as_cores(
     pool = open_pool(plan, decode_threads, pin=pin)
     assert pool.threads == threads
     assert pool._cpus == ((0, 1, 2, 3) if pinned else ())
+    assert pool.pinned == pinned
 
 
 def test_a_core_that_is_taken_away_costs_nothing(monkeypatch):
@@ -257,12 +253,15 @@ def test_threads_that_cannot_be_started_leave_the_work_to_the_others(monkeypatch
 def test_a_thread_that_dies_is_replaced(monkeypatch):
     said = []
 
+    class PanicError(BaseException):
+        """As of pyo3: no Exception."""
+
     def dies(images):
-        raise SystemExit("from a library")
+        raise PanicError
 
     async def body():
         pool = Pool(1, decode_threads=1, cores=1)
-        one = batcher(pool, dies, workers=2)
+        one = batcher(pool, dies)
         with pytest.raises(RefusedError, match="its deadline has passed"):
             await one.submit([np.zeros(1)], deadline=time.monotonic() + 0.1)
         one.network = lambda images: images
@@ -270,6 +269,7 @@ def test_a_thread_that_dies_is_replaced(monkeypatch):
 
     monkeypatch.setattr(threading, "excepthook", said.append)
     asyncio.run(body())
+    assert len(said) == 1
 
 
 def test_a_closed_pool_has_no_threads():

@@ -1,8 +1,9 @@
+import shutil
 import time
 
 import pytest
 
-from dsimg.errors import ConfigError
+from dsimg.errors import ConfigError, DsimgError
 from dsimg_export import serve as serving
 from dsimg_export.serve import ServeConfig, open_server
 from dsimg_export.server import tune as tuning
@@ -107,6 +108,15 @@ def test_what_is_found_takes_the_place_of_the_flags(run, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "1 of 2 settings" in said
     assert "--workers 1 --threads 1 --decode_threads 1 --max_batch 2 --delay_ms 1" in said
+
+
+def test_a_run_that_says_something_else_here_is_refused_before_it_is_measured(run, tmp_path, monkeypatch):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    (damaged / "labels.txt").write_text("other\n")
+    monkeypatch.setattr(serving, "tune", None)
+    with pytest.raises(DsimgError, match=r"labels\.txt"):
+        serving._tuned(ServeConfig(source=(damaged,), tune="p99=400ms"), 0.4)
 
 
 @pytest.mark.parametrize("flag", [{"workers": 1}, {"threads": 2}, {"max_batch": 4}, {"delay_ms": 1.0}])

@@ -223,3 +223,16 @@ def test_kserve_s_client(live):
 
     for logits in asyncio.run(body()):
         np.testing.assert_allclose(logits, expected(live, images), rtol=1e-5, atol=1e-6)
+
+
+def test_the_confidence_of_these_clients_answers_is_counted_too(live, client):
+    def counted():
+        (line,) = [
+            line for line in live.get("/metrics").body.decode().splitlines() if "dsimg_confidence_count{" in line
+        ]
+        return float(line.split()[-1])
+
+    client.infer("digits", [images_input(noise(1), True)])
+    before = counted()
+    client.infer("digits", [images_input(noise(3), True)])
+    assert counted() == before + 3
