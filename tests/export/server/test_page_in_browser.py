@@ -218,7 +218,7 @@ def test_a_key_is_asked_for_kept_in_memory_and_used(runs, visit, files):
         for wrong in ("second", "schlüssel€"):
             field.fill(wrong)
             field.press("Enter")
-            assert page.get_by_role("alert").inner_text() == "The server does not take this key."
+            playwright.expect(page.get_by_role("alert")).to_have_text("The server does not take this key.")
         field.fill(" sesame ")
         field.press("Enter")
         assert lines(answers(page, 1)[0])
